@@ -1,0 +1,1 @@
+"""Conversion of released PyTorch checkpoints to JAX arrays: `glm5next-convert SRC DST`."""

@@ -1,0 +1,180 @@
+"""Checkpoints: released safetensors directories, and our converted form of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from flax import nnx
+from tqdm import tqdm
+
+from glm5next_jax.checkpoint import assemble, mapping, memory, native, quantized
+from glm5next_jax.checkpoint.errors import CheckpointError, Failure
+from glm5next_jax.checkpoint.safetensors_reader import (
+    SafetensorsDirectory,
+    existing_directory,
+    read_config,
+)
+from glm5next_jax.config import Glm5NextConfig
+from glm5next_jax.model import Glm5NextForCausalLM
+from glm5next_jax.tokenizer import GenerationConfig, Tokenizer
+
+__all__ = ["CheckpointError", "Failure", "load"]
+
+_WEIGHTS = {"bf16": "bfloat16", "float32": "float32"}
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    dtype: Any = None,
+    weights: Literal["bf16", "float32"] | None = None,
+    check_finite: bool = True,
+) -> Glm5NextForCausalLM:
+    """Builds the model of a checkpoint directory, released or converted, and fills every weight.
+
+    A progress bar is shown where stderr is a terminal.
+
+    Args:
+      path: the directory, local or any URL that etils opens.
+      dtype: compute dtype, bfloat16 or float32, instead of the one in the checkpoint's config;
+        `model.config.dtype` is it.
+      weights: dtype at rest; by default the compute dtype. FP8 blocks are multiplied by their
+        factors in float32 and rounded once to it. What must be float32 (router, convolution, decay
+        and hyper-connection base and scale) is float32 whatever this says.
+      check_finite: refuse NaN and infinite weights.
+
+    Returns:
+      The model, with its tokenizer where the directory has one, and with the tokens that end a
+      generation: those of `generation_config.json`, else of the config.
+
+    Raises:
+      CheckpointError: (a ValueError) no such directory, damaged files, or tensors that do not fit
+        the model, exactly and both ways. One report lists every failure.
+      ValueError: an unsupported config or argument.
+      NotImplementedError: `weights="fp8"`.
+      MemoryError: the weights need more than is free; the message has both numbers.
+    """
+    if weights == "fp8":
+        raise NotImplementedError("FP8 weights at rest are not available on any backend yet")
+    if weights is not None and weights not in _WEIGHTS:
+        raise ValueError(f"{weights=}; expected one of {tuple(_WEIGHTS)} or None")
+    directory = existing_directory(path)
+    config = config_of(directory)
+    if dtype is not None:
+        config = config.replace(dtype=_dtype_name(dtype))
+    param_dtype = config.dtype if weights is None else _WEIGHTS[weights]
+    skeleton = _skeleton(config, param_dtype)
+    specs = skeleton.specs
+    needed = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
+
+    if native.is_converted(directory):
+        native.check_header(directory)
+        memory.require_free(needed, f"{directory}: the model", *memory.free_device_bytes())
+        model = skeleton.filled(native.read(directory, specs, check_finite=check_finite))
+    else:
+        with SafetensorsDirectory(directory) as reader:
+            plan = plan_of(reader, config, specs)
+            memory.require_free(needed, f"{directory}: the model", *memory.free_device_bytes())
+            dtypes = {leaf: np.dtype(spec.dtype) for leaf, spec in specs.items()}
+            with progress_bar(sum(plan_bytes(plan)), "loading") as bar:
+                leaves = assemble.assemble(
+                    reader, plan, dtypes, check_finite=check_finite, progress=bar.update
+                )
+                model = skeleton.filled(leaves)
+
+    model.tokenizer = Tokenizer.from_directory(directory)
+    stated = GenerationConfig.from_directory(directory)
+    model.eos_token_ids = stated.eos_token_ids or config.eos_token_id
+    return model
+
+
+def config_of(directory: epath.Path) -> Glm5NextConfig:
+    """The configuration of a checkpoint directory.
+
+    Raises:
+      ValueError: no `config.json`, or not one of this model; the message names the file.
+    """
+    read_config(directory)
+    return Glm5NextConfig.from_hf(directory)
+
+
+def plan_of(
+    reader: SafetensorsDirectory, config: Glm5NextConfig, specs: dict[str, Any]
+) -> mapping.Plan:
+    """`mapping.plan` for a directory, with the FP8 block that its config states."""
+    quantization = read_config(reader.path).get("quantization_config") or {}
+    block = quantization.get("weight_block_size") or quantized.BLOCK_SHAPE
+    if len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
+        raise CheckpointError(
+            f"{reader.path / 'config.json'}: found weight_block_size {block}, expected two sizes"
+        )
+    return mapping.plan(
+        reader.tensors,
+        config,
+        specs,
+        weight_block_size=(block[0], block[1]),
+        origin=str(reader.path),
+    )
+
+
+def plan_bytes(plan: mapping.Plan) -> Iterator[int]:
+    """Sizes of the stored tensors that fill leaves, scales included."""
+    for entry in plan.entries:
+        yield entry.source.num_bytes
+        if entry.scale is not None:
+            yield entry.scale.num_bytes
+
+
+def progress_bar(total: int, what: str, *, quiet: bool = False) -> tqdm:
+    """A bar counting bytes on stderr, shown only where that is a terminal."""
+    hidden = quiet or not sys.stderr.isatty()
+    return tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=hidden)
+
+
+def _dtype_name(dtype: Any) -> str:
+    try:
+        return jnp.dtype(_WEIGHTS.get(dtype, dtype) if isinstance(dtype, str) else dtype).name
+    except TypeError:
+        raise ValueError(f"{dtype=}; expected bfloat16 or float32") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Skeleton:
+    """A module without its weights: structure, and a variable to fill per dotted path."""
+
+    graphdef: nnx.GraphDef[Glm5NextForCausalLM]
+    variables: dict[str, tuple[tuple[Any, ...], nnx.Variable]]
+
+    @property
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return {name: variable.get_value() for name, (_, variable) in self.variables.items()}
+
+    def filled(self, leaves: Iterable[tuple[str, np.ndarray]]) -> Glm5NextForCausalLM:
+        """The module with each leaf put on the default device, and its host copy let go."""
+        filled = []
+        for name, array in leaves:
+            path, variable = self.variables[name]
+            value = jnp.asarray(array.astype(variable.get_value().dtype, copy=False))
+            filled.append((path, variable.replace(value)))
+            del array
+        return nnx.merge(self.graphdef, nnx.from_flat_state(filled))
+
+
+# Tracing the module takes longer than reading a small checkpoint.
+@functools.lru_cache(maxsize=4)
+def _skeleton(config: Glm5NextConfig, param_dtype: str) -> _Skeleton:
+    model = Glm5NextForCausalLM.abstract(config, param_dtype=param_dtype)
+    graphdef, state = nnx.split(model)
+    flat = nnx.to_flat_state(state)
+    variables = {".".join(map(str, path)): (path, variable) for path, variable in flat}
+    return _Skeleton(graphdef, variables)

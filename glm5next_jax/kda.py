@@ -1,0 +1,101 @@
+"""Kimi Delta Attention: linear attention with a gated, delta-ruled recurrent state."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from glm5next_jax.cache import KdaCache
+from glm5next_jax.config import Glm5NextConfig
+from glm5next_jax.linear import Linear, normal_param
+from glm5next_jax.norms import GatedRMSNorm
+from pallas_kernels import chunk_kda, recurrent_kda, short_conv
+
+# Up to this many tokens a token loop costs less than building a chunk's triangular system. Both
+# ops compute the same function of the same state.
+_RECURRENT_MAX_TOKENS = 8
+
+
+class KimiDeltaAttention(nnx.Module):
+    """One KDA mixer (model spec, section 5; Kimi Linear, arXiv 2510.26692).
+
+    The projections that read the layer's input are one matrix with rows q | k | v | b | f_a | g_a,
+    so a decode step reads its input once.
+    """
+
+    def __init__(self, config: Glm5NextConfig, *, rngs, dtype):
+        H, K, D = config.linear_num_heads, config.linear_head_dim, config.hidden_size
+        W = config.linear_conv_kernel_dim
+        std = config.initializer_range
+        linear = partial(Linear, rngs=rngs, dtype=dtype, std=std)
+        self.fused_qkvbfg_a_proj = linear(D, 3 * H * K + H + 2 * K)
+        self.qkv_conv1d = ConvWeight(3 * H * K, W, rngs=rngs, std=std)
+        self.f_b_proj = linear(K, H * K)
+        self.g_b_proj = linear(K, H * K)
+        self.A_log = nnx.Param(_init_A_log(config, rngs))
+        self.dt_bias = nnx.Param(_init_dt_bias(config, rngs))
+        self.o_norm = GatedRMSNorm(K, eps=config.rms_norm_eps, dtype=dtype)
+        self.o_proj = linear(H * K, D)
+        self.config = config
+
+    def __call__(
+        self, x: jax.Array, cache: KdaCache, num_valid: jax.Array
+    ) -> tuple[jax.Array, KdaCache]:
+        """x [B, T, D], num_valid [B] -> (y [B, T, D], the state after the valid tokens)."""
+        c = self.config
+        B, T, _ = x.shape
+        H, K = c.linear_num_heads, c.linear_head_dim
+        # Float32 out: beta's rounding would compound through the recurrence.
+        projected = self.fused_qkvbfg_a_proj(x, out_dtype=jnp.float32)
+        ends = [3 * H * K, 3 * H * K + H, 3 * H * K + H + K]
+        qkv, beta_logits, f_a, g_a = jnp.split(projected, ends, axis=-1)
+        qkv, f_a, g_a = (a.astype(x.dtype) for a in (qkv, f_a, g_a))
+
+        with jax.named_scope("short_conv"):
+            qkv, conv_state = short_conv(
+                qkv, self.qkv_conv1d.weight[...], cache.conv_state, num_valid=num_valid
+            )
+        q, k, v = (a.reshape(B, T, H, K) for a in jnp.split(qkv, 3, axis=-1))
+        kda = recurrent_kda if T <= _RECURRENT_MAX_TOKENS else chunk_kda
+        with jax.named_scope("kda"):
+            o, recurrent_state = kda(
+                q,
+                k,
+                v,
+                self.f_b_proj(f_a).reshape(B, T, H, K),
+                beta_logits,
+                self.A_log[...],
+                self.dt_bias[...],
+                cache.recurrent_state,
+                lower_bound=c.linear_lower_bound,
+                num_valid=num_valid,
+            )
+        o = self.o_norm(o, self.g_b_proj(g_a).reshape(B, T, H, K))
+        y = self.o_proj(o.reshape(B, T, H * K))
+        return y, KdaCache(conv_state, recurrent_state)
+
+
+class ConvWeight(nnx.Module):
+    """weight [C, W] float32 of the depthwise causal conv over q | k | v."""
+
+    def __init__(self, channels: int, width: int, *, rngs, std: float):
+        self.weight = normal_param(rngs, (channels, width), jnp.float32, std)
+
+
+def _init_A_log(config: Glm5NextConfig, rngs: nnx.Rngs) -> jax.Array:
+    """Zero for the bounded gate, log U(1, 16) for the softplus one (model spec, section 10)."""
+    shape = (config.linear_num_heads,)
+    if config.linear_lower_bound is not None:
+        return jnp.zeros(shape, jnp.float32)
+    return jnp.log(jax.random.uniform(rngs.params(), shape, jnp.float32, 1.0, 16.0))
+
+
+def _init_dt_bias(config: Glm5NextConfig, rngs: nnx.Rngs) -> jax.Array:
+    """Inverse softplus of a step drawn log-uniformly from [1e-3, 1e-1]."""
+    low, high = math.log(1e-3), math.log(1e-1)
+    dt = jnp.exp(jax.random.uniform(rngs.params(), (config.linear_dim,), jnp.float32, low, high))
+    return dt + jnp.log(-jnp.expm1(-dt))

@@ -1,0 +1,135 @@
+"""From logits to tokens: pure functions of (logits, a request's parameters, its step)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How one request picks its tokens.
+
+    The distribution is softmax(logits / temperature), cut to the `top_k` most likely tokens, then
+    to the smallest set of them that reaches probability `top_p`, then to tokens at least `min_p`
+    times as likely as the best. A request's tokens depend on its own seed and step alone, never on
+    its batch mates.
+
+    Attributes:
+      temperature: 0 takes the most likely token (the lowest id on a tie).
+      top_k: 0 keeps all.
+      top_p: in (0, 1]; 1 keeps all.
+      min_p: in [0, 1); 0 keeps all.
+      seed: of this request's random stream, 0..2**32 - 1.
+      logprobs: return each chosen token's log probability under softmax(logits).
+
+    Raises:
+      ValueError: a value out of its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    logprobs: bool = False
+
+    def __post_init__(self):
+        for name, ok, legal in (
+            ("temperature", _is_number(self.temperature) and self.temperature >= 0, "finite, >= 0"),
+            ("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer >= 0"),
+            ("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", _is_number(self.min_p) and 0 <= self.min_p < 1, "in [0, 1)"),
+            ("seed", _is_int(self.seed) and 0 <= self.seed < 2**32, "an integer in 0..2**32-1"),
+            ("logprobs", isinstance(self.logprobs, bool), "a bool"),
+        ):
+            if not ok:
+                raise ValueError(f"{name} must be {legal}, got {getattr(self, name)!r}")
+
+
+def _is_number(value: object) -> bool:
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
+    )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplerState:
+    """The parameters of a batch of requests, on the device."""
+
+    temperature: jax.Array  # [B] float32
+    top_k: jax.Array  # [B] int32, 0 = all
+    top_p: jax.Array  # [B] float32
+    min_p: jax.Array  # [B] float32
+    key: jax.Array  # [B] typed PRNG keys
+
+    @classmethod
+    def from_params(cls, params: Sequence[SamplingParams]) -> SamplerState:
+        def column(name, dtype):
+            return jnp.asarray(np.asarray([getattr(p, name) for p in params], dtype))
+
+        return cls(
+            temperature=column("temperature", np.float32),
+            top_k=column("top_k", np.int32),
+            top_p=column("top_p", np.float32),
+            min_p=column("min_p", np.float32),
+            key=jax.vmap(jax.random.key)(column("seed", np.uint32)),
+        )
+
+
+def sample(logits: jax.Array, sampler: SamplerState, step: jax.Array) -> jax.Array:
+    """Next token of each row.
+
+    Args:
+      logits: [B, vocab] float32.
+      sampler: the rows' parameters.
+      step: [B] int32, how many tokens each row has sampled so far; with the seed it fixes the
+        random numbers.
+
+    Returns:
+      [B] int32.
+    """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def draw() -> jax.Array:
+        is_greedy = sampler.temperature == 0
+        scaled = logits / jnp.where(is_greedy, 1, sampler.temperature)[:, None]
+        keys = jax.vmap(jax.random.fold_in)(sampler.key, step)
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
+        drawn = jnp.argmax(jnp.where(_kept(scaled, sampler), scaled + noise, -jnp.inf), axis=-1)
+        return jnp.where(is_greedy, greedy, drawn.astype(jnp.int32))
+
+    # A batch of greedy rows pays for no sort over the vocabulary.
+    return jax.lax.cond(jnp.any(sampler.temperature > 0), draw, lambda: greedy)
+
+
+def _kept(scaled: jax.Array, sampler: SamplerState) -> jax.Array:
+    """[B, vocab] bool: the tokens that top_k, top_p and min_p leave, in that order."""
+    B, V = scaled.shape
+    order = jnp.argsort(scaled, axis=-1, stable=True, descending=True)
+    ranked = jnp.take_along_axis(scaled, order, axis=-1)
+    rank = jnp.arange(V, dtype=jnp.int32)[None]
+    in_top_k = (sampler.top_k[:, None] == 0) | (rank < sampler.top_k[:, None])
+    probs = jax.nn.softmax(jnp.where(in_top_k, ranked, -jnp.inf), axis=-1)
+    # A token stays while the mass before it is short of top_p, so the best one always stays.
+    before = jnp.cumsum(probs, axis=-1) - probs
+    in_top_p = (before < sampler.top_p[:, None]) | (rank == 0)
+    in_min_p = probs >= sampler.min_p[:, None] * probs[:, :1]
+    kept = in_top_k & in_top_p & in_min_p
+    row = jnp.arange(B, dtype=jnp.int32)[:, None]
+    return jnp.zeros_like(kept).at[row, order].set(kept)
+
+
+def chosen_logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """log softmax(logits)[token]: logits [B, vocab], tokens [B] -> [B] float32."""
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)

@@ -1,0 +1,151 @@
+"""The grouped matmul in pure JAX: blocks of rows of one group, each times one expert's weight.
+
+Block rows are fixed, the number of blocks is a static bound, and blocks that no group needs are
+skipped, so work grows with the rows and not with the number of experts. Reverse-mode
+differentiation through the loop would keep every block's weight and add a gradient of all
+experts per block; the gradients are therefore written out, and cost what the forward does.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_EXACT = lax.Precision.HIGHEST
+
+
+class _Blocks(NamedTuple):
+    """The rows that each block covers, and where each row's result is."""
+
+    group: jax.Array  # [NB] whose weight
+    start: jax.Array  # [NB] first row, at most N
+    rows: jax.Array  # [NB] rows of the group in this block, 0 = nothing to do
+    source: jax.Array  # [N] index of a row in the blocks laid end to end
+    real: jax.Array  # [N] whether the row belongs to a group
+
+
+def block_rows(num_rows: int, num_groups: int) -> int:
+    """Rows per block: about what an average group has, a power of two within 8..128."""
+    average = -(-num_rows // num_groups)
+    return min(128, max(8, 1 << (average - 1).bit_length()))
+
+
+def num_blocks(num_rows: int, num_groups: int, rows: int) -> int:
+    """Blocks that suffice for any group sizes: each non-empty group wastes at most rows - 1."""
+    return (num_rows + min(num_rows, num_groups) * (rows - 1)) // rows
+
+
+def _blocks(group_sizes: jax.Array, num_rows: int) -> _Blocks:
+    num_groups = group_sizes.shape[0]
+    rows = block_rows(num_rows, num_groups)
+    group_sizes = jnp.asarray(group_sizes)  # a NumPy array, if saved by a differentiated call
+    row_ends = jnp.cumsum(group_sizes)  # [E]
+    row_starts = row_ends - group_sizes
+    count = (group_sizes + (rows - 1)) // rows  # blocks per group
+    block_ends = jnp.cumsum(count)
+    block_starts = block_ends - count
+
+    block = jnp.arange(num_blocks(num_rows, num_groups, rows), dtype=jnp.int32)
+    group = jnp.searchsorted(block_ends, block, side="right", method="scan_unrolled").astype(
+        jnp.int32
+    )
+    needed = group < num_groups
+    group = jnp.minimum(group, num_groups - 1)
+    offset = (block - block_starts[group]) * rows
+    remaining = jnp.clip(group_sizes[group] - offset, 0, rows)
+    start = jnp.where(needed, jnp.minimum(row_starts[group] + offset, num_rows), 0)
+
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    row_group = jnp.searchsorted(row_ends, row, side="right", method="scan_unrolled").astype(
+        jnp.int32
+    )
+    real = row_group < num_groups
+    row_group = jnp.minimum(row_group, num_groups - 1)
+    source = block_starts[row_group] * rows + row - row_starts[row_group]
+    source = jnp.where(real, source, 0)
+    return _Blocks(group, start, jnp.where(needed, remaining, 0), source, real)
+
+
+def _multiply(x: jax.Array, weights: jax.Array, group_sizes: jax.Array, axis: int) -> jax.Array:
+    """Rows x [N, C] times their group's weight, contracted with that weight's axis (0 or 1)."""
+    rows = block_rows(x.shape[0], weights.shape[0])
+    blocks = _blocks(group_sizes, x.shape[0])
+    padded = jnp.pad(x, ((0, rows), (0, 0)))  # so that no slice is moved at the end
+    width = weights.shape[2 - axis]
+
+    def one_block(_, block):
+        group, start, count = block
+
+        def product():
+            weight = lax.dynamic_index_in_dim(weights, group, keepdims=False).astype(x.dtype)
+            return lax.dot_general(
+                lax.dynamic_slice_in_dim(padded, start, rows),
+                weight,
+                (((1,), (axis,)), ((), ())),
+                precision=_EXACT,
+                preferred_element_type=jnp.float32,
+            ).astype(x.dtype)
+
+        return None, lax.cond(count > 0, product, lambda: jnp.zeros((rows, width), x.dtype))
+
+    steps = (blocks.group, blocks.start, blocks.rows)
+    out = lax.scan(one_block, None, steps)[1].reshape(-1, width)  # [NB*rows, width]
+    out = out.at[blocks.source].get(mode="clip")
+    return jnp.where(blocks.real[:, None], out, jnp.zeros_like(out))
+
+
+def _weight_gradient(
+    x: jax.Array, out_gradient: jax.Array, weights: jax.Array, group_sizes: jax.Array
+) -> jax.Array:
+    """sum over the rows n of each group of out_gradient[n] x[n]^T, [E, F, D] in weights.dtype."""
+    rows = block_rows(x.shape[0], weights.shape[0])
+    blocks = _blocks(group_sizes, x.shape[0])
+    padded_x = jnp.pad(x, ((0, rows), (0, 0)))
+    padded_gradient = jnp.pad(out_gradient, ((0, rows), (0, 0)))
+
+    def one_block(total, block):
+        group, start, count = block
+        mine = (jnp.arange(rows, dtype=jnp.int32) < count)[:, None]
+
+        def own_rows(padded):
+            found = lax.dynamic_slice_in_dim(padded, start, rows)
+            return jnp.where(mine, found, jnp.zeros_like(found))  # others are other groups'
+
+        def add(total):
+            product = lax.dot_general(
+                own_rows(padded_gradient),
+                own_rows(padded_x),
+                (((0,), (0,)), ((), ())),
+                precision=_EXACT,
+                preferred_element_type=jnp.float32,
+            )
+            return total.at[group].add(product)
+
+        return lax.cond(count > 0, add, lambda total: total, total), None
+
+    total = jnp.zeros(weights.shape, jnp.float32)
+    steps = (blocks.group, blocks.start, blocks.rows)
+    return lax.scan(one_block, total, steps)[0].astype(weights.dtype)
+
+
+@jax.custom_vjp
+def grouped_matmul(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Arguments and result as in `api.grouped_matmul`."""
+    return _multiply(x, weights, group_sizes, axis=1)
+
+
+def _forward(x, weights, group_sizes):
+    return grouped_matmul(x, weights, group_sizes), (x, weights, group_sizes)
+
+
+def _backward(saved, out_gradient):
+    x, weights, group_sizes = saved
+    return (
+        _multiply(out_gradient, weights, group_sizes, axis=0),
+        _weight_gradient(x, out_gradient, weights, group_sizes),
+        None,
+    )
+
+
+grouped_matmul.defvjp(_forward, _backward)

@@ -1,0 +1,275 @@
+"""`glm5next-convert` as users run it: exit statuses, messages, and a destination that is complete
+or absent."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from flax import nnx
+
+import convert.__main__ as command
+from convert import converter
+from glm5next_jax import __version__
+from glm5next_jax.checkpoint import load, native
+from glm5next_jax.checkpoint.safetensors_reader import SafetensorsDirectory, existing_directory
+from tests.checkpoint import released
+
+TEXT = released.TEXT
+COPIED = {
+    "tokenizer.json": '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}',
+    "tokenizer_config.json": '{"bos_token": null}',
+    "chat_template.jinja": "{{ messages }}\n",
+    "generation_config.json": '{"eos_token_id": [3, 4]}',
+    "preprocessor_config.json": '{"size": 28}',
+}
+
+
+@pytest.fixture(scope="module")
+def stored():
+    """FP8, BF16 and float32 tensors, a vision tower and a layer of multi-token prediction."""
+    tensors = released.as_stored(released.released(released.in_memory()))
+    codes, _ = released.with_fp8(released.released(released.in_memory()), (16, 16))
+    fp8 = {n for n in codes if n.endswith("_scale_inv")}
+    fp8 |= {n.removesuffix("_scale_inv") for n in fp8}
+    tensors |= {n: codes[n] for n in codes if n in fp8}
+    tensors |= {
+        name.replace("layers.7.", "layers.8."): x
+        for name, x in tensors.items()
+        if "layers.7." in name and "hc_" not in name
+    }
+    tensors[f"{TEXT}layers.8.eh_proj.weight"] = np.ones((64, 128), released.BF16)
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, stored):
+    config = released.config()
+    config["text_config"] |= {"num_nextn_predict_layers": 1, "dtype": "bfloat16"}
+    config["quantization_config"] = {"weight_block_size": [16, 16]}
+    directory = tmp_path_factory.mktemp("cli") / "src"
+    released.write(directory, stored, hf_config=config, num_shards=3)
+    for name, text in COPIED.items():
+        (directory / name).write_text(text)
+    return directory
+
+
+def run(*args, cwd=None) -> subprocess.CompletedProcess:
+    environment = os.environ | {
+        "JAX_NUMPY_DTYPE_PROMOTION": "strict",
+        "PYTHONPATH": os.getcwd(),
+        "PYTHONWARNINGS": "error",
+    }
+    line = [sys.executable, "-m", "convert", *map(str, args)]
+    return subprocess.run(line, capture_output=True, text=True, env=environment, cwd=cwd)
+
+
+def main(*args) -> int:
+    """The command in this process, for cases that need no process of their own."""
+    return command.main([str(arg) for arg in args])
+
+
+def leaves_of(model) -> dict[str, np.ndarray]:
+    state = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {".".join(map(str, path)): np.asarray(leaf.get_value()) for path, leaf in state}
+
+
+def bits(leaves) -> dict[str, tuple]:
+    return {name: (x.dtype, x.shape, x.tobytes()) for name, x in leaves.items()}
+
+
+def test_round_trip_in_a_process(source, stored, tmp_path):
+    result = run(source, "dst", cwd=tmp_path)
+
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("dst: ") and "unused tensors carried along" in result.stdout
+    destination = tmp_path / "dst"
+    assert [path.name for path in tmp_path.iterdir()] == ["dst"]
+    model, again = load(source), load(destination)
+    assert bits(leaves_of(again)) == bits(leaves_of(model))
+    assert again.config == model.config and again.eos_token_ids == (3, 4)
+    assert again.tokenizer is not None
+    for name, text in COPIED.items():
+        assert (destination / name).read_text() == text
+    carried = {n: x for n, x in stored.items() if "visual" in n or "layers.8." in n}
+    with SafetensorsDirectory(destination / "unused") as reader:
+        assert {info.name for info in reader.tensors} == carried.keys()
+        for info in reader.tensors:
+            x, want = reader.read(info), carried[info.name]
+            assert (x.dtype, x.shape, x.tobytes()) == (want.dtype, want.shape, want.tobytes())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "keep"])
+def test_dtypes(dtype, source, tmp_path):
+    assert main(source, tmp_path / "dst", "--dtype", dtype, "--quiet") == 0
+    with native._checkpointer() as checkpointer:
+        tree = checkpointer.metadata(tmp_path / "dst" / "weights").item_metadata.tree
+    kinds = {leaf: str(meta.dtype) for leaf, meta in tree.items()}
+    if dtype == "float32":
+        assert set(kinds.values()) == {"float32"}
+        got = leaves_of(load(tmp_path / "dst", dtype="float32"))
+        assert bits(got) == bits(leaves_of(load(source, dtype="float32")))
+    else:  # what is float32 here must be, in any model
+        assert kinds == {n: str(x.dtype) for n, x in leaves_of(load(source)).items()}
+        assert set(kinds.values()) == {"float32", "bfloat16"}
+    header = json.loads((tmp_path / "dst" / native.HEADER_NAME).read_text())
+    assert sum(header["leaves_by_dtype"].values()) == len(kinds)
+
+
+def test_keep_takes_the_widest_dtype_of_a_leaf(tmp_path):
+    tensors = released.as_stored(released.released(released.in_memory()))
+    name = f"{TEXT}layers.1.self_attn.v_proj.weight"
+    tensors[name] = released.released(released.in_memory())[name]
+    released.write(tmp_path / "src", tensors)
+    converter.convert(tmp_path / "src", tmp_path / "dst", quiet=True)
+    got = leaves_of(load(tmp_path / "dst"))["layers.1.self_attn.fused_qkvbfg_a_proj.weight"]
+    assert got[64:96].tobytes() == tensors[name].tobytes()
+
+
+def test_large_unused_tensors_are_copied_in_parts_and_shards(source, stored, tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "_SHARD_BYTES", 20_000)
+    monkeypatch.setattr(native, "_COPY_BYTES", 100)
+    converter.convert(source, tmp_path / "dst", quiet=True)
+    reader = native.unused_tensors(existing_directory(tmp_path / "dst"))
+    assert reader is not None
+    with reader:
+        assert len({info.file for info in reader.tensors}) > 3
+        for info in reader.tensors:
+            assert reader.read(info).tobytes() == stored[info.name].tobytes()
+
+
+def test_dry_run_writes_nothing_and_reads_no_weights(source, tmp_path, monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(SafetensorsDirectory, "read", refuse)
+    assert main(source, tmp_path / "dst", "--dry-run") == 0
+    output = capsys.readouterr()
+    assert not (tmp_path / "dst").exists() and output.err == ""
+    lines = output.out.splitlines()
+    for leaf, x in leaves_of(load_without_check(source, monkeypatch)).items():
+        (line,) = [line for line in lines if line.startswith(f"{leaf} ")]
+        assert str(x.dtype) in line and str(list(x.shape)) in line
+    assert any("vision tower: kept verbatim" in line for line in lines)
+    assert any("multi-token prediction layer: kept verbatim" in line for line in lines)
+    assert "parameters" in lines[-1]
+
+
+def load_without_check(source, monkeypatch):
+    monkeypatch.undo()
+    return load(source)
+
+
+def test_help_teaches_and_answers_at_once():
+    result = run("--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    for part in ("examples:", "--dry-run", "--overwrite", "hf download", "exit status", "load("):
+        assert part in result.stdout
+    version = run("--version")
+    assert (version.returncode, version.stdout) == (0, f"glm5next-convert {__version__}\n")
+
+
+def test_a_user_error_in_a_process(tmp_path):
+    result = run("zai-org/GLM-5.3-Flash", "dst", cwd=tmp_path)
+    assert result.returncode == 2 and result.stdout == ""
+    assert "hf download zai-org/GLM-5.3-Flash" in result.stderr
+    assert "Traceback" not in result.stderr and len(result.stderr.splitlines()) <= 5
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ("absent", "no such directory"),
+        ("pickles", "never unpickled"),
+        ("no config", "no config.json"),
+        ("other model", "model_type='llama'"),
+        ("strange tensor", "strange: found"),
+        ("truncated", "(truncated)"),
+        ("nan", "NaN or infinite"),
+    ],
+)
+def test_user_errors(fault, message, tmp_path, capsys):
+    source, destination = tmp_path / "src", tmp_path / "dst"
+    tensors = released.released(released.in_memory())
+    if fault == "strange tensor":
+        tensors["strange"] = np.zeros((1,), np.float32)
+    if fault == "nan":
+        tensors[f"{TEXT}norm.weight"] = np.full((64,), np.nan, np.float32)
+    if fault != "absent":
+        released.write(source, tensors)
+    if fault == "pickles":
+        os.rename(source / "model.safetensors", source / "pytorch_model.bin")
+    if fault == "no config":
+        os.remove(source / "config.json")
+    if fault == "other model":
+        (source / "config.json").write_text('{"model_type": "llama"}')
+    if fault == "truncated":
+        os.truncate(source / "model.safetensors", 100_000)
+
+    assert main(source, destination, "--quiet") == 2
+    output = capsys.readouterr()
+    assert message in output.err and output.err.startswith("glm5next-convert: ")
+    assert output.out == "" and "Traceback" not in output.err
+    assert {path.name for path in tmp_path.iterdir()} <= {"src"}
+
+
+def test_destinations_that_would_be_lost(source, tmp_path, capsys):
+    destination = tmp_path / "dst"
+    destination.mkdir()
+    (destination / "diary.txt").write_text("dear diary")
+    assert main(source, destination) == 2
+    assert "exists and is not empty" in capsys.readouterr().err
+    assert main(source, destination, "--overwrite") == 2
+    assert "holds something else than a converted checkpoint" in capsys.readouterr().err
+    assert (destination / "diary.txt").read_text() == "dear diary"
+    assert main(source, destination / "diary.txt") == 2
+    assert "not a directory" in capsys.readouterr().err
+    for inside in (source, source / "dst", source.parent):
+        assert main(source, inside, "--overwrite") == 2
+        assert "overlaps the source" in capsys.readouterr().err
+
+
+def test_overwrite_replaces_an_earlier_conversion(source, tmp_path, capsys):
+    destination = tmp_path / "dst"
+    destination.mkdir()  # an empty directory is no loss
+    assert main(source, destination, "--quiet", "--dtype", "float32") == 0
+    (destination / "note.txt").write_text("of the earlier one")
+    assert main(source, destination) == 2
+    assert main(source, destination, "--overwrite", "--quiet") == 0
+    capsys.readouterr()
+    assert not (destination / "note.txt").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["dst"]
+    assert bits(leaves_of(load(destination))) == bits(leaves_of(load(source)))
+
+
+def test_a_converted_source_is_refused(source, tmp_path, capsys):
+    assert main(source, tmp_path / "dst", "--quiet") == 0
+    assert main(tmp_path / "dst", tmp_path / "again") == 2
+    assert "is a converted checkpoint already" in capsys.readouterr().err
+
+
+def test_an_interrupt_leaves_nothing(source, tmp_path, monkeypatch, capsys):
+    """Also nothing of a destination that was to be replaced."""
+    destination = tmp_path / "dst"
+    assert main(source, destination, "--quiet") == 0
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(native, "_write_unused", interrupted)  # after the weights are written
+    assert main(source, tmp_path / "other") == 130
+    assert main(source, destination, "--overwrite") == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["dst"]
+    assert bits(leaves_of(load(destination))) == bits(leaves_of(load(source)))
+
+
+def test_memory_is_asked_for_first(source, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(converter.memory, "free_host_bytes", lambda: 1000)
+    assert main(source, tmp_path / "dst") == 2
+    message = capsys.readouterr().err
+    assert "(1000 bytes) are free in host memory" in message and "needs" in message
+    assert list(tmp_path.iterdir()) == []

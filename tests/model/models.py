@@ -1,0 +1,49 @@
+"""Small models with weights at which every part of the architecture matters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from glm5next_jax import Glm5NextConfig
+from glm5next_jax.model import Glm5NextForCausalLM
+
+
+def with_config(model: Glm5NextForCausalLM, **changes) -> Glm5NextForCausalLM:
+    """The same weights under a changed configuration of the same shapes."""
+    changed = Glm5NextForCausalLM.abstract(model.config.replace(**changes))
+    graphdef, wanted = nnx.split(changed)
+    weights = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    cast = [
+        (path, leaf.replace(weights[path][...].astype(leaf.get_value().dtype)))
+        for path, leaf in nnx.to_flat_state(wanted)
+    ]
+    return nnx.merge(graphdef, nnx.from_flat_state(cast))
+
+
+def random_model(config: Glm5NextConfig, seed: int = 0) -> Glm5NextForCausalLM:
+    """A model whose every weight matters.
+
+    The reference's initialisation leaves biases, gates and mixing at neutral values and logits
+    nearly flat; here matrices have unit gain and the rest is moved off its neutral value.
+    """
+    rng = np.random.default_rng(seed)
+
+    def fresh(path, spec) -> jax.Array:
+        name = path[-1] if path[-1] != "weight" else ".".join(map(str, path[-2:]))
+        value = rng.normal(size=spec.shape)
+        if name in ("embed_tokens.weight", "qkv_conv1d.weight"):
+            pass
+        elif len(spec.shape) >= 2 and name != "index_kpool_compress_ape":
+            value *= spec.shape[-1] ** -0.5
+        else:
+            is_norm_weight = len(path) > 1 and "norm" in str(path[-2]) and path[-1] == "weight"
+            value = float(is_norm_weight or name == "scale") + 0.3 * value
+        return jnp.asarray(value, spec.dtype)
+
+    graphdef, specs = nnx.split(Glm5NextForCausalLM.abstract(config))
+    leaves = [
+        (path, leaf.replace(fresh(path, leaf.get_value())))
+        for path, leaf in nnx.to_flat_state(specs)
+    ]
+    return nnx.merge(graphdef, nnx.from_flat_state(leaves))
