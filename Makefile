@@ -19,10 +19,10 @@ demo: $(VENV)/.installed-run
 	cat $(DEMO)/answers.jsonl
 
 test: $(VENV)/.installed-test
-	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -q --numprocesses auto --dist worksteal $(PYTEST_ARGS)
 
 oracle: $(VENV)/.installed-oracle
-	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -q -m oracle $(PYTEST_ARGS)
+	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -q -m oracle --numprocesses auto --dist worksteal $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -52,7 +52,7 @@ FIRST_SPECIAL = 256 + len(MERGES)
 SPECIAL_ID = {name: FIRST_SPECIAL + i for i, name in enumerate(SPECIAL_TOKENS)}
 EOS = [SPECIAL_ID[name] for name in ("<|endoftext|>", "<|user|>", "<|observation|>")]
 
-LAYERS = 8
+LAYERS = 5
 D, F_DENSE, F, E = 128, 256, 128, 8
 VOCAB = 320  # a few ids at the end have no token, as in the released vocabulary
 HEADS, HEAD_DIM, Q_RANK, KV_RANK = 4, 32, 128, 128

@@ -23,6 +23,7 @@ from glm5next_jax.sampling import SamplerState, SamplingParams, chosen_logprobs,
 
 _DEFAULT_CHUNK = 512
 _SMALLEST_BUCKET = 16
+_NO_TOKEN = -1
 
 Prompt = str | Sequence[int]
 FinishReason = Literal["stop", "length"]
@@ -64,7 +65,7 @@ class Requests:
 
     sampler: SamplerState
     max_new_tokens: jax.Array  # [B] int32
-    eos_token_ids: jax.Array  # [num_eos] int32
+    eos_token_ids: jax.Array  # [bucket] int32, -1 where there is none
 
 
 @jax.tree_util.register_dataclass
@@ -324,9 +325,16 @@ def _prepare(
         requests=Requests(
             sampler=SamplerState.from_params(params),
             max_new_tokens=jnp.asarray(np.asarray(limits, np.int32)),
-            eos_token_ids=jnp.asarray(np.asarray(eos_token_ids, np.int32)),
+            eos_token_ids=jnp.asarray(_padded_eos(eos_token_ids)),
         ),
     )
+
+
+def _padded_eos(eos_token_ids: Sequence[int]) -> np.ndarray:
+    """Filled up to a bucket with an id that no token has: the number of ids is a shape."""
+    padded = np.full(_bucket(len(eos_token_ids), smallest=4), _NO_TOKEN, np.int32)
+    padded[: len(eos_token_ids)] = eos_token_ids
+    return padded
 
 
 def _per_request(value, n: int, name: str) -> list:

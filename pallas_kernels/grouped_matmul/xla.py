@@ -46,22 +46,18 @@ def _blocks(group_sizes: jax.Array, num_rows: int) -> _Blocks:
     block_ends = jnp.cumsum(count)
     block_starts = block_ends - count
 
-    block = jnp.arange(num_blocks(num_rows, num_groups, rows), dtype=jnp.int32)
-    group = jnp.searchsorted(block_ends, block, side="right", method="scan_unrolled").astype(
-        jnp.int32
-    )
-    needed = group < num_groups
-    group = jnp.minimum(group, num_groups - 1)
+    groups = jnp.arange(num_groups, dtype=jnp.int32)
+    most = num_blocks(num_rows, num_groups, rows)
+    block = jnp.arange(most, dtype=jnp.int32)
+    needed = block < block_ends[-1]
+    group = jnp.repeat(groups, count, total_repeat_length=most)
     offset = (block - block_starts[group]) * rows
     remaining = jnp.clip(group_sizes[group] - offset, 0, rows)
     start = jnp.where(needed, jnp.minimum(row_starts[group] + offset, num_rows), 0)
 
     row = jnp.arange(num_rows, dtype=jnp.int32)
-    row_group = jnp.searchsorted(row_ends, row, side="right", method="scan_unrolled").astype(
-        jnp.int32
-    )
-    real = row_group < num_groups
-    row_group = jnp.minimum(row_group, num_groups - 1)
+    real = row < row_ends[-1]
+    row_group = jnp.repeat(groups, group_sizes, total_repeat_length=num_rows)
     source = block_starts[row_group] * rows + row - row_starts[row_group]
     source = jnp.where(real, source, 0)
     return _Blocks(group, start, jnp.where(needed, remaining, 0), source, real)
