@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 from etils import epath
 
@@ -14,11 +14,12 @@ _LAYER_TYPES = {
     "linear_attention": "linear_attention",
     "indexed_attention": "indexed_attention",
     "deepseek_sparse_attention": "indexed_attention",
-    "full_attention": "indexed_attention",
+    "full_attention": "indexed_attention",  # as transformers reads it
 }
 _MLP_TYPES = ("dense", "sparse")
 _INDEXER_TYPES = ("full", "shared")
 _DTYPES = ("bfloat16", "float32")
+SMEAR_CHANNELS = 24
 _LINEAR_ATTN_KEYS = {
     "num_heads": "linear_num_heads",
     "head_dim": "linear_head_dim",
@@ -109,7 +110,11 @@ class Glm5NextConfig:
 
     def __post_init__(self):
         L = self.num_hidden_layers
-        _require(isinstance(L, int) and L >= 1, f"num_hidden_layers must be at least 1, got {L!r}")
+        _require(_is_int(L) and L >= 1, f"num_hidden_layers must be at least 1, got {L!r}")
+        for name in ("layer_types", "mlp_layer_types", "indexer_types", "eos_token_id"):
+            value = getattr(self, name)
+            _require(isinstance(value, list | tuple), f"{name} must be a list, got {value!r}")
+            object.__setattr__(self, name, tuple(value))
         if not self.layer_types:
             pattern = ("indexed_attention" if i % 4 == 3 else "linear_attention" for i in range(L))
             object.__setattr__(self, "layer_types", tuple(pattern))
@@ -119,8 +124,6 @@ class Glm5NextConfig:
         if not self.indexer_types:
             object.__setattr__(self, "indexer_types", ("full",) * L)
         _validate(self)
-
-    # Derived sizes -----------------------------------------------------------------------------
 
     @property
     def linear_dim(self) -> int:
@@ -144,8 +147,6 @@ class Glm5NextConfig:
     def replace(self, **changes: Any) -> Glm5NextConfig:
         """A copy with fields changed, validated again."""
         return dataclasses.replace(self, **changes)
-
-    # Presets -----------------------------------------------------------------------------------
 
     @classmethod
     def glm53_flash(cls) -> Glm5NextConfig:
@@ -183,8 +184,6 @@ class Glm5NextConfig:
             dtype="float32",
         )
         return cls(**(fields | changes))
-
-    # Files -------------------------------------------------------------------------------------
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | os.PathLike[str]) -> Glm5NextConfig:
@@ -250,6 +249,24 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _object(value: object, name: str) -> dict[str, Any]:
+    _require(isinstance(value, Mapping), f"{name} must be an object, got {value!r}")
+    return dict(cast(Mapping[str, Any], value))
+
+
+def _list(value: object, name: str) -> list[Any]:
+    _require(isinstance(value, list | tuple), f"{name} must be a list, got {value!r}")
+    return list(cast("list[Any]", value))
+
+
 def _validate(c: Glm5NextConfig) -> None:
     positive = (
         "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size",
@@ -261,16 +278,28 @@ def _validate(c: Glm5NextConfig) -> None:
     )  # fmt: skip
     for name in positive:
         value = getattr(c, name)
-        ok = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        ok = _is_int(value) and value >= 1
         _require(ok, f"{name} must be a positive integer, got {value!r}")
     for name in ("hc_eps", "rms_norm_eps", "swiglu_limit", "routed_scaling_factor"):
         value = getattr(c, name)
-        ok = isinstance(value, int | float) and value > 0
-        _require(ok, f"{name} must be a positive number, got {value!r}")
-    _require(c.initializer_range >= 0, f"initializer_range must be >= 0, got {c.initializer_range}")
+        _require(_is_real(value) and value > 0, f"{name} must be a positive number, got {value!r}")
     _require(
-        isinstance(c.num_nextn_predict_layers, int) and c.num_nextn_predict_layers >= 0,
-        f"num_nextn_predict_layers must be >= 0, got {c.num_nextn_predict_layers!r}",
+        _is_real(c.initializer_range) and c.initializer_range >= 0,
+        f"initializer_range must be a number >= 0, got {c.initializer_range!r}",
+    )
+    _require(
+        _is_int(c.num_nextn_predict_layers) and c.num_nextn_predict_layers >= 0,
+        f"num_nextn_predict_layers must be an integer >= 0, got {c.num_nextn_predict_layers!r}",
+    )
+    for name in (
+        "attention_bias", "norm_topk_prob", "index_kpool_always_select_tail",
+        "tie_word_embeddings", "smear",
+    ):  # fmt: skip
+        value = getattr(c, name)
+        _require(isinstance(value, bool), f"{name} must be true or false, got {value!r}")
+    _require(
+        not c.smear or c.hidden_size >= SMEAR_CHANNELS,
+        f"smear reads {SMEAR_CHANNELS} channels, more than hidden_size={c.hidden_size}",
     )
     for name, legal in (
         ("layer_types", ("linear_attention", "indexed_attention")),
@@ -289,7 +318,8 @@ def _validate(c: Glm5NextConfig) -> None:
         f"index_topk={c.index_topk} must be divisible by index_kpool={c.index_kpool}",
     )
     _require(
-        c.linear_lower_bound is None or c.linear_lower_bound < 0,
+        c.linear_lower_bound is None
+        or (_is_real(c.linear_lower_bound) and c.linear_lower_bound < 0),
         f"linear_lower_bound must be negative or None, got {c.linear_lower_bound!r}",
     )
     _require(
@@ -316,7 +346,7 @@ def _validate(c: Glm5NextConfig) -> None:
         value = getattr(c, name)
         for token in () if value is None else value if isinstance(value, tuple) else (value,):
             _require(
-                isinstance(token, int) and 0 <= token < c.vocab_size,
+                _is_int(token) and 0 <= token < c.vocab_size,
                 f"{name} holds {token!r}, outside the vocabulary of {c.vocab_size}",
             )
     for layer in range(c.num_hidden_layers):
@@ -339,7 +369,7 @@ def _fields_from_hf(top: dict[str, Any]) -> dict[str, Any]:
     text = top.pop("text_config", None)
     if text is None:  # a flat, text-only file keeps the text fields at the top
         text, top = top, {"model_type": "glm5_next"}
-    text = dict(text)
+    text = _object(text, "text_config")
 
     for name, wanted in (("qk_rope_head_dim", 0), ("hidden_act", "silu")):
         found = text.get(name, wanted)
@@ -357,7 +387,7 @@ def _fields_from_hf(top: dict[str, Any]) -> dict[str, Any]:
 
     L = fields.get("num_hidden_layers", 45)
     if text.get("layer_types") is not None:
-        kinds = text["layer_types"]
+        kinds = _list(text["layer_types"], "layer_types")
         for i, kind in enumerate(kinds):
             _require(
                 kind in _LAYER_TYPES,
@@ -365,11 +395,13 @@ def _fields_from_hf(top: dict[str, Any]) -> dict[str, Any]:
             )
         fields["layer_types"] = tuple(_LAYER_TYPES[kind] for kind in kinds)
     if text.get("mlp_layer_types") is not None:
-        fields["mlp_layer_types"] = tuple(text["mlp_layer_types"])
+        fields["mlp_layer_types"] = tuple(_list(text["mlp_layer_types"], "mlp_layer_types"))
+    _require(_is_int(L), f"num_hidden_layers must be an integer, got {L!r}")
     fields["indexer_types"] = _indexer_types(text, L)
 
     linear = text.get("linear_attn_config")
     if linear is not None:
+        linear = _object(linear, "linear_attn_config")
         for key, name in _LINEAR_ATTN_KEYS.items():
             if key in linear:
                 fields[name] = linear[key]
@@ -379,13 +411,14 @@ def _fields_from_hf(top: dict[str, Any]) -> dict[str, Any]:
     eos = text.get("eos_token_id")
     eos = top.get("eos_token_id") if eos is None else eos
     fields["eos_token_id"] = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-    if "pad_token_id" in text:
-        fields["pad_token_id"] = text["pad_token_id"]
+    for part in (top, text):
+        if "pad_token_id" in part:
+            fields["pad_token_id"] = part["pad_token_id"]
     # The top-level flag decides; a bare text config has only its own.
-    fields["tie_word_embeddings"] = bool(
-        top.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    fields["tie_word_embeddings"] = top.get(
+        "tie_word_embeddings", text.get("tie_word_embeddings", False)
     )
-    fields["smear"] = bool(text.get("smear", False))
+    fields["smear"] = text.get("smear", False)
     dtype = text.get("dtype") or text.get("torch_dtype") or top.get("dtype")
     fields["dtype"] = dtype or top.get("torch_dtype") or "bfloat16"
 
@@ -405,13 +438,16 @@ def _fields_from_hf(top: dict[str, Any]) -> dict[str, Any]:
 def _indexer_types(text: dict[str, Any], num_layers: int) -> tuple[str, ...]:
     """Explicit list, else a pattern string ("FSSF"), else a period with an offset."""
     if text.get("indexer_types") is not None:
-        return tuple(text["indexer_types"])
+        return tuple(_list(text["indexer_types"], "indexer_types"))
     pattern = text.get("index_topk_pattern")
     if pattern is not None:
         letters = {"F": "full", "S": "shared"}
         return tuple(letters[kind] if kind in letters else str(kind) for kind in pattern)
-    period = max(text.get("index_topk_freq") or 1, 1)
-    offset = text.get("index_skip_topk_offset", 2)
+    period, offset = text.get("index_topk_freq"), text.get("index_skip_topk_offset")
+    for name, value in (("index_topk_freq", period), ("index_skip_topk_offset", offset)):
+        _require(value is None or _is_int(value), f"{name} must be an integer, got {value!r}")
+    period = max(period or 1, 1)
+    offset = 2 if offset is None else offset
     return tuple(
         "full" if max(i - offset + 1, 0) % period == 0 else "shared" for i in range(num_layers)
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, TypeVar, overload
 
 import jax
@@ -55,6 +55,9 @@ def forward(model, token_ids, cache=None, num_valid=None, logits="all"):
 
     Returns:
       (logits float32 or None, the new cache or None).
+
+    Each call flattens the model and waits for the cache's lengths, to check them: some milliseconds
+    for a deep one. `generate` and `stream` keep whole loops on the device.
 
     Raises:
       ValueError: wrong shapes, a token outside the vocabulary, or a row longer than the cache's
@@ -135,14 +138,33 @@ def check_tokens(
     return jnp.asarray(token_ids).astype(jnp.int32), jnp.asarray(num_valid).astype(jnp.int32)
 
 
+def _layout(cache: Cache) -> dict[str, str]:
+    """Shape and dtype of every leaf, by its path."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(cache)
+    return {
+        jax.tree_util.keystr(path).lstrip("."): f"{leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in leaves
+    }
+
+
+@lru_cache
+def _cache_layout(config: Glm5NextConfig, batch_size: int, capacity: int) -> dict[str, str]:
+    return _layout(jax.eval_shape(lambda: init_cache(config, batch_size, capacity)))
+
+
 def _check_cache(config: Glm5NextConfig, cache: Cache, num_valid: jax.Array) -> None:
-    if len(cache.layers) != config.num_hidden_layers:
+    capacity = cache.capacity
+    wanted = _cache_layout(config, cache.batch_size, capacity or 1)
+    found = _layout(cache)
+    if found != wanted:
+        wrong = sorted(wanted.items() ^ found.items(), key=str)[0]
         raise ValueError(
-            f"expected a cache of {config.num_hidden_layers} layers, got {len(cache.layers)}"
+            "the cache was not made for this model by init_cache(model.config, ...): "
+            f"{wrong[0]} is {found.get(wrong[0], 'absent')}, expected "
+            f"{wanted.get(wrong[0], 'nothing')}"
         )
     if cache.batch_size != num_valid.shape[0]:
         raise ValueError(f"expected a cache of {num_valid.shape[0]} rows, got {cache.batch_size=}")
-    capacity = cache.capacity
     if capacity is not None and is_concrete(num_valid) and is_concrete(cache.length):
         after = np.asarray(cache.length) + np.asarray(num_valid)
         if after.max() > capacity:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
+from numbers import Integral
 from typing import Literal
 
 import jax
@@ -17,9 +18,11 @@ import numpy as np
 
 from glm5next_jax.cache import Cache, init_cache
 from glm5next_jax.compilation import record_compilation
+from glm5next_jax.config import Glm5NextConfig
 from glm5next_jax.forward import last_valid
 from glm5next_jax.model import Glm5NextForCausalLM
 from glm5next_jax.sampling import SamplerState, SamplingParams, chosen_logprobs, sample
+from glm5next_jax.tokenizer import TextStream
 
 _DEFAULT_CHUNK = 512
 _SMALLEST_BUCKET = 16
@@ -134,14 +137,19 @@ def stream(
 ) -> Iterator[StreamEvent]:
     """Completes one prompt, yielding each token as it comes; the tokens are those of `generate`.
 
-    Args and errors are those of `generate`, raised when the first event is asked for. Text arrives
-    in whole characters: a token that ends inside one has text "".
+    Args and errors are those of `generate`. Text arrives in whole characters: a token that ends
+    inside one has text "".
     """
     batch = _prepare(model, [prompt], max_new_tokens, sampling, eos_token_ids, chunk_size)
+    detokenizer = None if model.tokenizer is None else model.tokenizer.stream()
+    return _stream(model, batch, detokenizer)
+
+
+def _stream(
+    model: Glm5NextForCausalLM, batch: _Batch, detokenizer: TextStream | None
+) -> Iterator[StreamEvent]:
     leaves, treedef = jax.tree.flatten(model)
     state = _prefill(leaves, *batch.arguments(), treedef=treedef, **batch.buckets())
-    tokenizer = model.tokenizer
-    detokenizer = None if tokenizer is None else tokenizer.stream()
     one_step = jnp.asarray(1, jnp.int32)
     for i in range(batch.max_new_tokens[0]):
         state = _decode(leaves, state, batch.requests, one_step, treedef=treedef)
@@ -208,7 +216,7 @@ def _prefill(
         token_ids=jnp.zeros((B, new_bucket), jnp.int32),
         logprobs=jnp.zeros((B, new_bucket), jnp.float32),
         num_new=jnp.zeros((B,), jnp.int32),
-        is_done=requests.max_new_tokens <= 0,
+        is_done=jnp.zeros((B,), bool),
     )
 
 
@@ -290,15 +298,13 @@ def _prepare(
     eos_token_ids: Sequence[int] | None,
     chunk_size: int | None,
 ) -> _Batch:
-    if isinstance(prompts, str) or any(isinstance(p, int) for p in prompts):
+    if isinstance(prompts, str) or any(isinstance(p, Integral) for p in prompts):
         raise ValueError("expected a list of prompts, got a single one; wrap it in a list")
     config = model.config
     n = len(prompts)
     token_prompts = [_token_ids(model, prompt, i) for i, prompt in enumerate(prompts)]
-    limits = _per_request(max_new_tokens, n, "max_new_tokens")
+    limits = [_limit(m, i) for i, m in enumerate(_per_request(max_new_tokens, n, "max_new_tokens"))]
     for i, (prompt, limit) in enumerate(zip(token_prompts, limits, strict=True)):
-        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-            raise ValueError(f"prompts[{i}]: max_new_tokens must be at least 1, got {limit!r}")
         total = len(prompt) + limit
         if total > config.max_position_embeddings:
             raise ValueError(
@@ -309,25 +315,39 @@ def _prepare(
     for p in params:
         if not isinstance(p, SamplingParams):
             raise ValueError(f"expected sampling to hold SamplingParams, got {p!r}")
-    if eos_token_ids is None:
-        eos_token_ids = model.eos_token_ids
+    eos = _checked_eos(model.eos_token_ids if eos_token_ids is None else eos_token_ids, config)
     longest = max(map(len, token_prompts), default=1)
     if chunk_size is None:
         chunk_size = min(_DEFAULT_CHUNK, _bucket(longest))
-    elif chunk_size < 1:
+    elif not _is_int(chunk_size) or chunk_size < 1:
         raise ValueError(f"expected chunk_size to be at least 1, got {chunk_size=}")
     return _Batch(
         prompts=token_prompts,
         max_new_tokens=limits,
         sampling=params,
-        eos_token_ids=tuple(eos_token_ids),
+        eos_token_ids=eos,
         chunk_size=chunk_size,
         requests=Requests(
             sampler=SamplerState.from_params(params),
             max_new_tokens=jnp.asarray(np.asarray(limits, np.int32)),
-            eos_token_ids=jnp.asarray(_padded_eos(eos_token_ids)),
+            eos_token_ids=jnp.asarray(_padded_eos(eos)),
         ),
     )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _checked_eos(eos_token_ids, config: Glm5NextConfig) -> tuple[int, ...]:
+    if not isinstance(eos_token_ids, Sequence) or isinstance(eos_token_ids, str):
+        raise ValueError(f"expected eos_token_ids to be a list of token ids, got {eos_token_ids!r}")
+    for token in eos_token_ids:
+        if not _is_int(token) or not 0 <= token < config.vocab_size:
+            raise ValueError(
+                f"eos_token_ids holds {token!r}, outside the vocabulary 0..{config.vocab_size - 1}"
+            )
+    return tuple(int(token) for token in eos_token_ids)
 
 
 def _padded_eos(eos_token_ids: Sequence[int]) -> np.ndarray:
@@ -339,11 +359,18 @@ def _padded_eos(eos_token_ids: Sequence[int]) -> np.ndarray:
 
 def _per_request(value, n: int, name: str) -> list:
     """One value for all requests, or one each."""
+    value = value.tolist() if isinstance(value, np.ndarray) else value
     if isinstance(value, Sequence):
         if len(value) != n:
             raise ValueError(f"expected one {name} per prompt ({n}), got {len(value)}")
         return list(value)
     return [value] * n
+
+
+def _limit(value, index: int) -> int:
+    if not _is_int(value) or value < 1:
+        raise ValueError(f"prompts[{index}]: max_new_tokens must be at least 1, got {value!r}")
+    return int(value)
 
 
 def _token_ids(model: Glm5NextForCausalLM, prompt: Prompt, index: int) -> list[int]:
@@ -354,17 +381,19 @@ def _token_ids(model: Glm5NextForCausalLM, prompt: Prompt, index: int) -> list[i
                 "load a checkpoint directory that holds a tokenizer.json"
             )
         prompt = model.tokenizer.encode(prompt)
-    ids = [int(token) for token in prompt]
+    ids = list(prompt)
     if not ids:
         raise ValueError(f"prompts[{index}] is empty; expected at least one token")
     vocab_size = model.config.vocab_size
     for position, token in enumerate(ids):
+        if not _is_int(token):
+            raise ValueError(f"prompts[{index}]: {token!r} at position {position} is no token id")
         if not 0 <= token < vocab_size:
             raise ValueError(
                 f"prompts[{index}]: token {token} at position {position} is outside the "
                 f"vocabulary 0..{vocab_size - 1}"
             )
-    return ids
+    return [int(token) for token in ids]
 
 
 def _completion(

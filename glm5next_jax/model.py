@@ -10,7 +10,9 @@ Modules hold weights and the forward; all state is in the `Cache` that goes in a
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,9 @@ from glm5next_jax.mlp import SwiGLU
 from glm5next_jax.moe import MoE
 from glm5next_jax.norms import RMSNorm
 from glm5next_jax.smear import Smear
-from glm5next_jax.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from glm5next_jax.tokenizer import Tokenizer
 
 
 class DecoderLayer(nnx.Module):
@@ -89,6 +93,21 @@ def _run_layer(leaves, streams, cache, length, num_valid, pool_ids, *, treedef):
     return layer(streams, cache, length, num_valid, pool_ids)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Carried:
+    """What a model carries for its user. All are equal: no compiled program depends on them, so a
+    checkpoint loaded twice, or other end-of-sequence tokens, compile nothing again."""
+
+    tokenizer: Tokenizer | None
+    eos_token_ids: tuple[int, ...]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Carried)
+
+    def __hash__(self) -> int:
+        return hash(_Carried)
+
+
 class Glm5NextForCausalLM(nnx.Module):
     """The text model with its head. `Glm5NextForCausalLM(config, rngs=nnx.Rngs(0))` initialises it
     as the reference does (model spec, section 10); `load` fills it from a checkpoint.
@@ -117,8 +136,26 @@ class Glm5NextForCausalLM(nnx.Module):
             None if tied else Linear(D, config.vocab_size, rngs=rngs, dtype=dtype, std=std)
         )
         self.config = config
-        self.tokenizer: Tokenizer | None = None
+        self._carried = _Carried(None, ())
+        # Set here, since NNX notes the name of every attribute that is ever set.
+        self.tokenizer = None
         self.eos_token_ids = config.eos_token_id
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._carried.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        self._carried = dataclasses.replace(self._carried, tokenizer=tokenizer)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self._carried.eos_token_ids
+
+    @eos_token_ids.setter
+    def eos_token_ids(self, eos_token_ids: tuple[int, ...]) -> None:
+        self._carried = dataclasses.replace(self._carried, eos_token_ids=eos_token_ids)
 
     def __call__(
         self, token_ids: jax.Array, cache: Cache, num_valid: jax.Array

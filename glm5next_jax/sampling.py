@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 from collections.abc import Sequence
 
 import jax
@@ -41,7 +43,7 @@ class SamplingParams:
     def __post_init__(self):
         for name, ok, legal in (
             ("temperature", _is_number(self.temperature) and self.temperature >= 0, "finite, >= 0"),
-            ("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer >= 0"),
+            ("top_k", _is_int(self.top_k) and 0 <= self.top_k < 2**31, "an integer in 0..2**31-1"),
             ("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", _is_number(self.min_p) and 0 <= self.min_p < 1, "in [0, 1)"),
             ("seed", _is_int(self.seed) and 0 <= self.seed < 2**32, "an integer in 0..2**32-1"),
@@ -52,13 +54,11 @@ class SamplingParams:
 
 
 def _is_number(value: object) -> bool:
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
-    )
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 @jax.tree_util.register_dataclass
@@ -102,7 +102,9 @@ def sample(logits: jax.Array, sampler: SamplerState, step: jax.Array) -> jax.Arr
 
     def draw() -> jax.Array:
         is_greedy = sampler.temperature == 0
-        scaled = logits / jnp.where(is_greedy, 1, sampler.temperature)[:, None]
+        # From the largest down, so that no temperature, however small, overflows.
+        below = logits - jnp.max(logits, axis=-1, keepdims=True)
+        scaled = below / jnp.where(is_greedy, 1, sampler.temperature)[:, None]
         keys = jax.vmap(jax.random.fold_in)(sampler.key, step)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
         drawn = jnp.argmax(jnp.where(_kept(scaled, sampler), scaled + noise, -jnp.inf), axis=-1)
@@ -120,11 +122,13 @@ def _kept(scaled: jax.Array, sampler: SamplerState) -> jax.Array:
     rank = jnp.arange(V, dtype=jnp.int32)[None]
     in_top_k = (sampler.top_k[:, None] == 0) | (rank < sampler.top_k[:, None])
     probs = jax.nn.softmax(jnp.where(in_top_k, ranked, -jnp.inf), axis=-1)
-    # A token stays while the mass before it is short of top_p, so the best one always stays.
+    # A token stays while the mass before it is short of top_p. Over a large vocabulary the float32
+    # sum reaches 1 before its end, so 1 is taken at its word.
     before = jnp.cumsum(probs, axis=-1) - probs
-    in_top_p = (before < sampler.top_p[:, None]) | (rank == 0)
+    top_p = sampler.top_p[:, None]
+    in_top_p = (before < top_p) | (top_p >= 1)
     in_min_p = probs >= sampler.min_p[:, None] * probs[:, :1]
-    kept = in_top_k & in_top_p & in_min_p
+    kept = (in_top_k & in_top_p & in_min_p) | (rank == 0)
     row = jnp.arange(B, dtype=jnp.int32)[:, None]
     return jnp.zeros_like(kept).at[row, order].set(kept)
 

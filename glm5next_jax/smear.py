@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from glm5next_jax.config import SMEAR_CHANNELS
 from glm5next_jax.linear import Linear
-
-_GATE_CHANNELS = 24
 
 
 class Smear(nnx.Module):
@@ -20,7 +19,7 @@ class Smear(nnx.Module):
     """
 
     def __init__(self, *, rngs, dtype, std: float):
-        self.smear_gate = Linear(_GATE_CHANNELS, 1, rngs=rngs, dtype=dtype, std=std)
+        self.smear_gate = Linear(SMEAR_CHANNELS, 1, rngs=rngs, dtype=dtype, std=std)
         self.smear_lambda = nnx.Param(jnp.zeros((1,), dtype))
 
     def __call__(
@@ -28,7 +27,8 @@ class Smear(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """x [B, T, D], state [B, D], num_valid [B] -> (smeared x, the last valid row of x)."""
         history = jnp.concatenate([state[:, None], x], axis=1)  # [B, 1 + T, D]
-        gate = jax.nn.sigmoid(self.smear_gate(x[..., :_GATE_CHANNELS]))  # [B, T, 1]
-        smeared = x + self.smear_lambda[...].astype(x.dtype)[None, None] * gate * history[:, :-1]
+        gate_logits = self.smear_gate(x[..., :SMEAR_CHANNELS], out_dtype=jnp.float32)  # [B, T, 1]
+        gate = self.smear_lambda[...].astype(jnp.float32) * jax.nn.sigmoid(gate_logits)
+        smeared = x.astype(jnp.float32) + gate * history[:, :-1].astype(jnp.float32)
         last = jnp.take_along_axis(history, num_valid[:, None, None], axis=1)[:, 0]
-        return smeared, last
+        return smeared.astype(x.dtype), last

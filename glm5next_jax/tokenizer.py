@@ -12,7 +12,6 @@ import codecs
 import copy
 import dataclasses
 import datetime
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -149,16 +148,6 @@ class Tokenizer:
         self._named_tokens = dict(named_tokens)
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        content = json.dumps([backend.to_str(), self._templates], sort_keys=True)
-        self._digest = hashlib.sha256(content.encode()).hexdigest()
-
-    # A model carries its tokenizer, so equality decides whether two loads of one checkpoint share
-    # their compiled programs.
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Tokenizer) and self._digest == other._digest
-
-    def __hash__(self) -> int:
-        return hash(self._digest)
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Tokenizer | None:
@@ -175,12 +164,14 @@ class Tokenizer:
         file = root / "tokenizer.json"
         if not file.exists():
             return None
-        # Parsed here first: `tokenizers` reports bad files as a bare Exception.
         text = file.read_text(encoding="utf-8")
         parsed = _parse_object(text, file)
         if "model" not in parsed:
             raise ValueError(f"{file}: has no `model`, so it is not a tokenizer")
-        backend = tokenizers.Tokenizer.from_str(text)
+        try:
+            backend = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library has no class of its own for files it refuses
+            raise ValueError(f"{file}: not a tokenizer that can be read: {error}") from None
         for token in parsed.get("added_tokens") or []:
             # The library numbers added tokens itself, and would silently shift those after a gap.
             found = backend.token_to_id(token["content"])
@@ -292,7 +283,9 @@ class Tokenizer:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except (
+            jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError,
+        ) as error:  # fmt: skip
             raise ValueError(f"the chat template refused the messages: {error}") from error
 
     def _template(self, name: str | None) -> jinja2.Template:

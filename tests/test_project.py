@@ -81,6 +81,18 @@ def test_the_readme_commands_exist_and_ci_runs_them():
         assert re.search(rf"\bmake {command}\b", ci), command
 
 
+def test_no_document_holds_a_placeholder():
+    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    documents += [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md")]
+    assert {"README.md", "numerics.md"} <= {path.name for path in documents}
+    found = {
+        str(path.relative_to(ROOT)): left
+        for path in documents
+        if (left := re.findall(r"@[A-Z]+@|<!-- measured", path.read_text()))
+    }
+    assert found == {}
+
+
 @pytest.mark.slow
 def test_the_readme_snippet_runs(monkeypatch, capsys):
     (snippet,) = fenced("python")

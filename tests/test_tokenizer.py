@@ -113,6 +113,26 @@ class TestText:
         with pytest.raises(ValueError, match=r"tokenizer\.json: (not valid|expected|has no)"):
             Tokenizer.from_directory(directory)
 
+    @pytest.mark.parametrize(
+        "model",
+        [
+            {},
+            {"type": "Nope"},
+            {"type": "BPE", "vocab": {"a": 0}, "merges": [["b", "c"]]},
+        ],
+    )
+    def test_a_tokenizer_that_the_library_refuses_is_named(self, directory, model):
+        edit(directory / "tokenizer.json", model=model)
+        with pytest.raises(
+            ValueError, match=r"tokenizer\.json: not a tokenizer that can be read: "
+        ):
+            Tokenizer.from_directory(directory)
+        (directory / "tokenizer.json").write_text(json.dumps({"model": model}))
+        with pytest.raises(
+            ValueError, match=r"tokenizer\.json: not a tokenizer that can be read: "
+        ):
+            Tokenizer.from_directory(directory)
+
 
 class TestStream:
     def pieces(self, tokenizer, ids, **options):
@@ -251,6 +271,23 @@ class TestChatTemplate:
     def test_a_template_can_refuse(self, directory):
         (directory / "chat_template.jinja").write_text("{{ raise_exception('no system') }}")
         with pytest.raises(ValueError, match="chat template refused the messages: no system"):
+            load(directory).apply_chat_template([user("x")])
+
+    @pytest.mark.parametrize(
+        ("expression", "message"),
+        [
+            ("1 // 0", "by zero"),
+            ("10.0 ** 400", "Numerical result out of range|too large"),
+            ("'{} {}'.format(1)", "tuple index out of range"),
+            ("'x'.index('y')", "substring not found"),
+            ("'%d' % 'x'", "number is required"),
+        ],
+    )
+    def test_a_template_that_fails_refuses(self, directory, expression, message):
+        (directory / "chat_template.jinja").write_text("{{ " + expression + " }}")
+        with pytest.raises(
+            ValueError, match=f"^the chat template refused the messages: .*{message}"
+        ):
             load(directory).apply_chat_template([user("x")])
 
     def test_a_template_cannot_reach_python(self, directory):

@@ -60,7 +60,8 @@ def load(
     Raises:
       CheckpointError: (a ValueError) no such directory, damaged files, or tensors that do not fit
         the model, exactly and both ways. One report lists every failure.
-      ValueError: an unsupported config or argument.
+      ValueError: an unsupported config or argument, a tokenizer that cannot be read, or an
+        end-of-generation token outside the vocabulary.
       NotImplementedError: `weights="fp8"`.
       MemoryError: the weights need more than is free; the message has both numbers.
     """
@@ -72,6 +73,9 @@ def load(
     config = config_of(directory)
     if dtype is not None:
         config = config.replace(dtype=_dtype_name(dtype))
+    # The small files first: a fault in them should not be found after minutes of reading weights.
+    tokenizer = Tokenizer.from_directory(directory)
+    eos_token_ids = _eos_token_ids(directory, config)
     param_dtype = config.dtype if weights is None else _WEIGHTS[weights]
     skeleton = _skeleton(config, param_dtype)
     specs = skeleton.specs
@@ -92,9 +96,8 @@ def load(
                 )
                 model = skeleton.filled(leaves)
 
-    model.tokenizer = Tokenizer.from_directory(directory)
-    stated = GenerationConfig.from_directory(directory)
-    model.eos_token_ids = stated.eos_token_ids or config.eos_token_id
+    model.tokenizer = tokenizer
+    model.eos_token_ids = eos_token_ids
     return model
 
 
@@ -139,6 +142,17 @@ def progress_bar(total: int, what: str, *, quiet: bool = False) -> tqdm:
     """A bar counting bytes on stderr, shown only where that is a terminal."""
     hidden = quiet or not sys.stderr.isatty()
     return tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=hidden)
+
+
+def _eos_token_ids(directory: epath.Path, config: Glm5NextConfig) -> tuple[int, ...]:
+    stated = GenerationConfig.from_directory(directory).eos_token_ids
+    for token in stated:
+        if token >= config.vocab_size:
+            raise ValueError(
+                f"{directory / 'generation_config.json'}: eos_token_id holds {token}, outside the "
+                f"vocabulary 0..{config.vocab_size - 1} of config.json"
+            )
+    return stated or config.eos_token_id
 
 
 def _dtype_name(dtype: Any) -> str:

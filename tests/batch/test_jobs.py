@@ -1,12 +1,18 @@
-"""Batch jobs with a fake engine: what is read, what is asked of the engine, what is written."""
+"""Batch jobs: what is read, what is asked of the engine, what is written.
+
+The engine is a fake one, but for one test of the whole command.
+"""
 
 import dataclasses
 import json
+import re
 import types
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
+import glm5next_jax
 from glm5next_jax.batch import jobs
 from glm5next_jax.batch.__main__ import main
 from glm5next_jax.sampling import SamplingParams
@@ -15,6 +21,7 @@ from tests.source_tree import ROOT
 
 EXAMPLE = ROOT / "examples" / "tiny-glm53-flash"
 VOCAB = 320
+_CACHE_SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 
 
 @dataclasses.dataclass
@@ -263,7 +270,8 @@ MALFORMED = {
         '{"prompt": "x", "temperature": 1e999}',
         "temperature must be a number, found Inf",
     ),
-    "top_k": ({"prompt": "x", "top_k": -1}, "top_k must be an integer >= 0, got -1"),
+    "top_k": ({"prompt": "x", "top_k": -1}, "top_k must be an integer in 0..2**31-1, got -1"),
+    "top_k too large": ({"prompt": "x", "top_k": 3_000_000_000}, "in 0..2**31-1, got 3000000000"),
     "top_k type": ({"prompt": "x", "top_k": 2.0}, "top_k must be an integer, found 2.0"),
     "top_p": ({"prompt": "x", "top_p": 0}, "top_p must be in (0, 1], got 0"),
     "min_p": ({"prompt": "x", "min_p": 2}, "min_p must be in [0, 1), got 2"),
@@ -508,15 +516,76 @@ class TestOutside:
             "prompt", "messages", "token_ids", "prompt",
         ]  # fmt: skip
 
-    def test_a_compilation_cache(self, tmp_path):
-        names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-        before = {name: getattr(jax.config, name) for name in names}
-        try:
-            Run(tmp_path, [{"prompt": "x"}], "--compilation-cache", str(tmp_path / "cache"))
-            assert getattr(jax.config, names[0]) == str(tmp_path / "cache")
-        finally:
-            for name, value in before.items():
-                jax.config.update(name, value)
+    def test_a_compilation_cache(self, tmp_path, cache_settings):
+        Run(tmp_path, [{"prompt": "x"}], "--compilation-cache", str(tmp_path / "cache"))
+        assert getattr(jax.config, _CACHE_SETTINGS[0]) == str(tmp_path / "cache")
+
+
+class TestWithTheModel:
+    """No stand-ins: the example checkpoint, loaded and run."""
+
+    # Lengths of two chunks of 5 each, so that every pair of them is one compiled shape, which no
+    # other test has compiled already.
+    PROMPT, CHUNK, NEW = "Once upon?", 5, 4
+    LINES = [
+        {"id": "short", "token_ids": [282, 284, 287, 72, 105, 288]},
+        {"id": "text", "prompt": PROMPT},
+        {"id": "long", "token_ids": [282, 284, 287, 120, 121, 122, 288, 304], "logprobs": True},
+    ]
+
+    @pytest.mark.slow
+    def test_the_answers_are_those_of_generate(self, tmp_path, capsys, cache_settings):
+        source, output, cache = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "cache"
+        source.write_text("".join(json.dumps(line) + "\n" for line in self.LINES))
+        argv = ["--model", str(EXAMPLE), "--input", str(source), "--output", str(output)]
+        argv += ["--temperature", "0", "--dtype", "float32", "--compilation-cache", str(cache)]
+        argv += ["--max-new-tokens", str(self.NEW), "--chunk-size", str(self.CHUNK)]
+
+        assert main([*argv, "--batch-size", "2"]) == 0
+
+        printed = capsys.readouterr().err
+        totals = re.search(r"3 answers in .* (\d+) compilations\n$", printed)
+        assert totals is not None and int(totals[1]) > 0, printed
+        assert any(cache.iterdir())
+
+        model = glm5next_jax.load(EXAMPLE, dtype="float32")
+        assert model.tokenizer is not None
+        prompts = [
+            line.get("token_ids") or model.tokenizer.encode(self.PROMPT) for line in self.LINES
+        ]
+        assert {-(-len(prompt) // self.CHUNK) for prompt in prompts} == {2}
+        # Other pairs than the command's, which go by length.
+        expected = [
+            completion
+            for pair in (prompts[:2], [prompts[2]] * 2)
+            for completion in glm5next_jax.generate(
+                model,
+                pair,
+                max_new_tokens=self.NEW,
+                sampling=SamplingParams(temperature=0.0, logprobs=True),
+                chunk_size=self.CHUNK,
+            )
+        ]
+        answers = read(output)
+        assert [answer["id"] for answer in answers] == ["short", "text", "long"]
+        for answer, completion, prompt in zip(answers, expected, prompts, strict=False):
+            assert answer["token_ids"] == list(completion.token_ids)
+            assert answer["text"] == completion.text
+            assert answer["finish_reason"] == completion.finish_reason
+            assert answer["num_prompt_tokens"] == len(prompt)
+        assert answers[2]["logprobs"] == pytest.approx(expected[2].logprobs, abs=1e-5)
+
+
+@pytest.fixture
+def cache_settings():
+    """Lets a test choose JAX's compilation cache, and gives the old one back."""
+    before = {name: getattr(jax.config, name) for name in _CACHE_SETTINGS}
+    # A process opens its cache once, on first use.
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 def raising(error):

@@ -14,10 +14,16 @@ import convert.__main__ as command
 from convert import converter
 from glm5next_jax import __version__
 from glm5next_jax.checkpoint import load, native
-from glm5next_jax.checkpoint.safetensors_reader import SafetensorsDirectory, existing_directory
+from glm5next_jax.checkpoint.safetensors_reader import (
+    INDEX_NAME,
+    SafetensorsDirectory,
+    existing_directory,
+)
 from tests.checkpoint import released
 
 TEXT = released.TEXT
+NORM = f"{TEXT}norm.weight"
+Q_A = f"{TEXT}layers.3.self_attn.q_a_proj.weight"
 COPIED = {
     "tokenizer.json": '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}',
     "tokenizer_config.json": '{"bos_token": null}',
@@ -179,27 +185,31 @@ def test_a_user_error_in_a_process(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def refused(source, destination, capsys) -> str:
+    """What the command says of a source that it must refuse, leaving nothing behind."""
+    beside = set(source.parent.iterdir())
+    assert main(source, destination, "--quiet") == 2
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.startswith("glm5next-convert: ")
+    assert "Traceback" not in output.err
+    assert set(source.parent.iterdir()) == beside
+    return output.err
+
+
 @pytest.mark.parametrize(
     "fault, message",
     [
         ("absent", "no such directory"),
         ("pickles", "never unpickled"),
         ("no config", "no config.json"),
-        ("other model", "model_type='llama'"),
-        ("strange tensor", "strange: found"),
-        ("truncated", "(truncated)"),
-        ("nan", "NaN or infinite"),
+        ("other model", "config.json: model_type='llama'"),
+        ("truncated", "model.safetensors: found 100000 bytes"),
     ],
 )
-def test_user_errors(fault, message, tmp_path, capsys):
-    source, destination = tmp_path / "src", tmp_path / "dst"
-    tensors = released.released(released.in_memory())
-    if fault == "strange tensor":
-        tensors["strange"] = np.zeros((1,), np.float32)
-    if fault == "nan":
-        tensors[f"{TEXT}norm.weight"] = np.full((64,), np.nan, np.float32)
+def test_user_errors_in_files(fault, message, tmp_path, capsys):
+    source = tmp_path / "src"
     if fault != "absent":
-        released.write(source, tensors)
+        released.write(source, released.released(released.in_memory()))
     if fault == "pickles":
         os.rename(source / "model.safetensors", source / "pytorch_model.bin")
     if fault == "no config":
@@ -208,12 +218,88 @@ def test_user_errors(fault, message, tmp_path, capsys):
         (source / "config.json").write_text('{"model_type": "llama"}')
     if fault == "truncated":
         os.truncate(source / "model.safetensors", 100_000)
+    assert message in refused(source, tmp_path / "dst", capsys)
 
-    assert main(source, destination, "--quiet") == 2
-    output = capsys.readouterr()
-    assert message in output.err and output.err.startswith("glm5next-convert: ")
-    assert output.out == "" and "Traceback" not in output.err
-    assert {path.name for path in tmp_path.iterdir()} <= {"src"}
+
+@pytest.mark.parametrize(
+    "fault, messages",
+    [
+        ("truncated", ["model-00002-of-00003.safetensors: found", "(truncated)"]),
+        ("absent", ["no file model-00002-of-00003.safetensors"]),
+        ("index", ["no file model-00009-of-00009.safetensors", INDEX_NAME]),
+        ("duplicate", ["1 duplicate", NORM, "model-00002-of-00003.safetensors"]),
+    ],
+)
+def test_user_errors_in_shards(fault, messages, tmp_path, capsys):
+    tensors = released.released(released.in_memory())
+    source = released.write(tmp_path / "src", tensors, num_shards=3)
+    index, shard = source / INDEX_NAME, source / "model-00002-of-00003.safetensors"
+    content = json.loads(index.read_text())
+    if fault == "truncated":
+        os.truncate(shard, shard.stat().st_size - 1)
+    if fault == "absent":
+        os.remove(shard)
+    if fault == "index":
+        content["weight_map"][NORM] = "model-00009-of-00009.safetensors"
+        index.write_text(json.dumps(content))
+    if fault == "duplicate":
+        names = [name for name, file in content["weight_map"].items() if file == shard.name]
+        assert NORM not in names
+        released.write_file(shard, {name: tensors[name] for name in [*names, NORM]})
+        messages = [*messages, content["weight_map"][NORM]]
+    message = refused(source, tmp_path / "dst", capsys)
+    for part in messages:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    "fault, name, messages",
+    [
+        ("strange", "strange", ["strange: found"]),
+        ("nan", NORM, ["NaN or infinite"]),
+        ("missing", NORM, ["1 missing"]),
+        ("transposed", Q_A, ["found", "[64, 32]", "[32, 64]"]),
+        ("no scale", Q_A, ["1 scale", "weight_scale_inv"]),
+    ],
+)
+def test_user_errors_in_tensors(fault, name, messages, tmp_path, capsys):
+    tensors = released.released(released.in_memory())
+    config = released.config()
+    if fault == "strange":
+        tensors[name] = np.zeros((1,), np.float32)
+    if fault == "nan":
+        tensors[name] = np.full_like(tensors[name], np.nan)
+    if fault == "missing":
+        del tensors[name]
+    if fault == "transposed":
+        tensors[name] = tensors[name].T.copy()
+    if fault == "no scale":
+        tensors, _ = released.with_fp8(tensors, (16, 16))
+        del tensors[f"{name}_scale_inv"]
+        config["quantization_config"] = {"weight_block_size": [16, 16]}
+    source = released.write(tmp_path / "src", tensors, hf_config=config)
+    message = refused(source, tmp_path / "dst", capsys)
+    assert "1 failure(s)" in message
+    for part in [name, *messages]:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("qk_rope_head_dim", 64, "qk_rope_head_dim=64"),
+        ("index_topk", 2047, "index_topk=2047 must be divisible by"),
+        ("initializer_range", None, "initializer_range must be a number >= 0, got None"),
+        ("hidden_size", "64", "hidden_size must be a positive integer, got '64'"),
+    ],
+)
+def test_user_errors_in_the_config(field, value, message, tmp_path, capsys):
+    config = released.config()
+    config["text_config"][field] = value
+    tensors = released.released(released.in_memory())
+    source = released.write(tmp_path / "src", tensors, hf_config=config)
+    printed = refused(source, tmp_path / "dst", capsys)
+    assert str(source / "config.json") in printed and message in printed
 
 
 def test_destinations_that_would_be_lost(source, tmp_path, capsys):

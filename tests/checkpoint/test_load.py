@@ -211,6 +211,21 @@ def test_end_tokens_come_from_the_generation_config(source):
     assert load(source).eos_token_ids == (3, 4, 9)
 
 
+def test_an_end_token_outside_the_vocabulary_is_named(source, monkeypatch):
+    vocab_size = released.config()["text_config"]["vocab_size"]
+    file = source / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": [3, vocab_size - 1]}))
+    assert load(source).eos_token_ids == (3, vocab_size - 1)
+    file.write_text(json.dumps({"eos_token_id": [3, vocab_size]}))
+    monkeypatch.setattr(assembling, "assemble", None)  # found before any weight is read
+    with pytest.raises(ValueError) as caught:
+        load(source)
+    assert str(caught.value) == (
+        f"{file}: eos_token_id holds {vocab_size}, outside the vocabulary 0..{vocab_size - 1} of "
+        "config.json"
+    )
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_weights_that_are_not_finite_are_all_named(value, tmp_path, tensors):
     stem = f"{TEXT}layers."

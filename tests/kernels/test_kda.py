@@ -68,23 +68,23 @@ def test_gate_regimes_match_float64(regime, op, backend):
 
 
 @pytest.mark.parametrize(("op", "backend"), PAIRS)
-def test_released_head_size_and_another_scale_match_float64(op, backend):
+def test_released_head_size_and_another_scale_match_float64(op, backend, optimized):
     check(*kda_inputs(1, 70, 1, 128, 128), op, backend, run=run_optimized, scale=0.5)
 
 
 @pytest.mark.parametrize(("op", "backend"), PAIRS)
-def test_bfloat16_inputs_match_float64(op, backend):
+def test_bfloat16_inputs_match_float64(op, backend, optimized):
     check(*kda_inputs(B, 70, H, 16, 32, dtype="bfloat16"), op, backend, run=run_optimized)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1], ids=["identical keys", "common plus noise"])
-def test_hard_case_of_repeated_keys(noise):
+def test_hard_case_of_repeated_keys(noise, optimized):
     """The triangular system is far from the identity here: an inexact inverse is off by orders."""
     arguments, lower_bound = kda_inputs(1, 8192, 1, 32, 32, "slow")
     arguments[1] = (arguments[1][:, :1] + noise * arguments[1]).astype(np.float32)
     arguments[3][:] = -9.0
     arguments[4][:] = np.log(0.95 / 0.05)
-    for op, backend in [("chunk_kda", "xla"), ("recurrent_kda", "reference")]:
+    for op, backend in PAIRS:
         error = max(errors(arguments, lower_bound, op, backend, run=run_optimized))
         assert error < TOLERANCES[f"{op}.hard", "float32"]
 

@@ -129,6 +129,18 @@ def test_round_trip(config):
     assert Glm5NextConfig.from_hf(json.loads(json.dumps(again))) == config
 
 
+def test_lists_are_taken_where_tuples_are_kept():
+    config = Glm5NextConfig.tiny(eos_token_id=[3], layer_types=["linear_attention"] * 5)
+    assert hash(config) == hash(config.replace()) and config.eos_token_id == (3,)
+    with pytest.raises(ValueError, match="eos_token_id must be a list, got 3"):
+        Glm5NextConfig.tiny(eos_token_id=3)
+
+
+def test_nulls_mean_the_default():
+    text = dict(index_skip_topk_offset=None, index_topk_freq=None, linear_attn_config=None)
+    assert Glm5NextConfig.from_hf(released(**text)).indexer_types == ("full",) * 45
+
+
 def test_what_the_text_model_does_not_read_is_kept():
     written = Glm5NextConfig.from_hf(released()).to_hf()
     assert written["vision_config"] == released()["vision_config"]
@@ -155,6 +167,16 @@ REFUSED = [
     (dict(dtype="float16"), "dtype must be one of"),
     (dict(eos_token_id=[154880]), "eos_token_id holds 154880"),
     (dict(num_hidden_layers=0, layer_types=None), "num_hidden_layers must be at least 1"),
+    (dict(num_hidden_layers="45"), "num_hidden_layers must be an integer, got '45'"),
+    (dict(initializer_range=None), "initializer_range must be a number >= 0, got None"),
+    (dict(index_topk_freq="2"), "index_topk_freq must be an integer, got '2'"),
+    (dict(linear_attn_config=[1]), "linear_attn_config must be an object, got [1]"),
+    (dict(linear_attn_config={"gate_lower_bound": "x"}), "linear_lower_bound must be negative"),
+    (dict(mlp_layer_types=5), "mlp_layer_types must be a list, got 5"),
+    (dict(layer_types="linear_attention"), "layer_types must be a list"),
+    (dict(index_kpool_always_select_tail="false"), "index_kpool_always_select_tail must be true"),
+    (dict(eos_token_id=["<eos>"]), "eos_token_id holds '<eos>'"),
+    (dict(smear=True, hidden_size=16), "smear reads 24 channels, more than hidden_size=16"),
 ]
 
 

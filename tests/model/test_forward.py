@@ -66,7 +66,11 @@ REFUSED = [
     ),
     (
         dict(token_ids=[[1]], cache=init_cache(Glm5NextConfig.tiny(), 1, 8)),
-        "expected a cache of 2 layers, got 5",
+        "the cache was not made for this model by init_cache(model.config, ...)",
+    ),
+    (
+        dict(token_ids=[[1]], cache=init_cache(CONFIG.replace(dtype="bfloat16"), 1, 8)),
+        "layers[0].conv_state is bfloat16[1, 3, 96], expected float32[1, 3, 96]",
     ),
 ]
 

@@ -9,6 +9,7 @@ import pytest
 
 from glm5next_jax import Glm5NextConfig, SamplingParams, forward, generate, stream
 from glm5next_jax.compilation import compilations
+from glm5next_jax.generate import _decode, _prefill, _prepare
 from glm5next_jax.sampling import SamplerState, sample
 from tests.model.models import random_model
 
@@ -129,12 +130,29 @@ def test_lengths_inside_a_bucket_share_a_compilation():
 
 
 def test_checkpoints_eos_tokens_are_the_default(model, got):
+    generate(model, PROMPTS[2:3], max_new_tokens=NEW, sampling=SAMPLED[2])
+    before = len(compilations())
     model.eos_token_ids = (got[2].token_ids[4],)
     try:
         (completion,) = generate(model, PROMPTS[2:3], max_new_tokens=NEW, sampling=SAMPLED[2])
     finally:
         model.eos_token_ids = ()
     assert completion.finish_reason == "stop"
+    assert len(compilations()) == before  # they are no part of any program
+
+
+def test_stream_refuses_at_once(model):
+    with pytest.raises(ValueError, match=r"prompts\[0\] is empty"):
+        stream(model, [])
+
+
+def test_decoding_donates_its_state(model):
+    """Or each call would hold two caches."""
+    batch = _prepare(model, PROMPTS[2:3], NEW, SAMPLED[2], [], None)
+    leaves, treedef = jax.tree.flatten(model)
+    state = _prefill(leaves, *batch.arguments(), treedef=treedef, **batch.buckets())
+    _decode(leaves, state, batch.requests, jnp.asarray(1, jnp.int32), treedef=treedef)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.cache))
 
 
 def test_no_prompts(model):
@@ -153,6 +171,11 @@ REFUSED = [
     (dict(prompts=[[1]], sampling=[]), "expected one sampling per prompt"),
     (dict(prompts=[[1]], sampling=["greedy"]), "expected sampling to hold SamplingParams"),
     (dict(prompts=[[1]], chunk_size=0), "chunk_size=0"),
+    (dict(prompts=[[1]], chunk_size=2.5), "chunk_size=2.5"),
+    (dict(prompts=[[1, 1.9]]), "prompts[0]: 1.9 at position 1 is no token id"),
+    (dict(prompts=[[True]]), "prompts[0]: True at position 0 is no token id"),
+    (dict(prompts=[[1]], eos_token_ids=5), "expected eos_token_ids to be a list"),
+    (dict(prompts=[[1]], eos_token_ids=[2**40]), "eos_token_ids holds 1099511627776"),
     (dict(prompts=[[1] * 4000]), "4000 prompt tokens + 128 new ones = 4128 exceed"),
 ]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from glm5next_jax import SamplingParams
-from glm5next_jax.sampling import SamplerState, chosen_logprobs, sample
+from glm5next_jax.sampling import SamplerState, _kept, chosen_logprobs, sample
 
 VOCAB = 12
 LOGITS = np.random.default_rng(0).normal(size=VOCAB).astype(np.float32) * 2
@@ -89,6 +89,22 @@ def test_seed_and_step_both_matter():
     assert len(set(again.tolist())) == 1
 
 
+def test_top_p_of_one_keeps_every_token():
+    """Over 150,000 tokens the float32 sum of probabilities reaches 1 long before the last token."""
+    vocab = 154880
+    logits = 4 * jax.random.normal(jax.random.key(0), (1, vocab))
+    keep_all = SamplerState.from_params([SamplingParams(temperature=1.0)])
+    assert bool(_kept(logits, keep_all).all())
+    nearly = SamplerState.from_params([SamplingParams(temperature=1.0, top_p=0.9999)])
+    assert 1000 < int(_kept(logits, nearly).sum()) < vocab
+
+
+def test_the_smallest_temperature_is_greedy():
+    logits = jax.random.normal(jax.random.key(2), (1, VOCAB)) * 30
+    sampler = SamplerState.from_params([SamplingParams(temperature=2e-38, seed=1)])
+    assert sample(logits, sampler, jnp.zeros(1, jnp.int32))[0] == jnp.argmax(logits)
+
+
 def test_logprobs():
     logits = jax.random.normal(jax.random.key(1), (3, VOCAB)) * 3
     tokens = jnp.asarray([0, 5, 11])
@@ -104,8 +120,9 @@ def test_logprobs():
         (dict(temperature=-1.0), "temperature must be finite, >= 0, got -1.0"),
         (dict(temperature=float("nan")), "temperature"),
         (dict(temperature="hot"), "temperature"),
-        (dict(top_k=-1), "top_k must be an integer >= 0"),
+        (dict(top_k=-1), "top_k must be an integer in 0..2**31-1"),
         (dict(top_k=1.5), "top_k"),
+        (dict(top_k=2**31), "top_k"),
         (dict(top_p=0.0), "top_p must be in (0, 1]"),
         (dict(top_p=1.1), "top_p"),
         (dict(min_p=1.0), "min_p must be in [0, 1)"),
