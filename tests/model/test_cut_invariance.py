@@ -152,8 +152,9 @@ def test_bfloat16():
     case = Case(
         dataclasses.replace(CONFIG, dtype="bfloat16", mlp_layer_types=("dense",) * 4, index_topk=64)
     )
-    for size in (1, 9):
-        logits, _, _ = case.run_in_pieces([(size, (size,) * BATCH, 0)] * (LENGTH // size))
+    by_one, ragged = [(1, (1, 1, 1), 0)] * LENGTH, [(9, (3, 0, 9), 5), (1, (1, 1, 0), -1)] * 4
+    for cuts in (by_one, ragged, []):
+        logits, _, _ = case.run_in_pieces(cuts)
         assert relative_l2(logits, case.logits) < TOLERANCES["cut_invariance", "bfloat16"]
 
 
