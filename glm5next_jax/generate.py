@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from glm5next_jax.cache import Cache, init_cache
+from glm5next_jax.checks import is_int
 from glm5next_jax.compilation import record_compilation
 from glm5next_jax.config import Glm5NextConfig
 from glm5next_jax.forward import last_valid
@@ -319,7 +320,7 @@ def _prepare(
     longest = max(map(len, token_prompts), default=1)
     if chunk_size is None:
         chunk_size = min(_DEFAULT_CHUNK, _bucket(longest))
-    elif not _is_int(chunk_size) or chunk_size < 1:
+    elif not is_int(chunk_size) or chunk_size < 1:
         raise ValueError(f"expected chunk_size to be at least 1, got {chunk_size=}")
     return _Batch(
         prompts=token_prompts,
@@ -335,15 +336,11 @@ def _prepare(
     )
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 def _checked_eos(eos_token_ids, config: Glm5NextConfig) -> tuple[int, ...]:
     if not isinstance(eos_token_ids, Sequence) or isinstance(eos_token_ids, str):
         raise ValueError(f"expected eos_token_ids to be a list of token ids, got {eos_token_ids!r}")
     for token in eos_token_ids:
-        if not _is_int(token) or not 0 <= token < config.vocab_size:
+        if not is_int(token) or not 0 <= token < config.vocab_size:
             raise ValueError(
                 f"eos_token_ids holds {token!r}, outside the vocabulary 0..{config.vocab_size - 1}"
             )
@@ -368,7 +365,7 @@ def _per_request(value, n: int, name: str) -> list:
 
 
 def _limit(value, index: int) -> int:
-    if not _is_int(value) or value < 1:
+    if not is_int(value) or value < 1:
         raise ValueError(f"prompts[{index}]: max_new_tokens must be at least 1, got {value!r}")
     return int(value)
 
@@ -386,7 +383,7 @@ def _token_ids(model: Glm5NextForCausalLM, prompt: Prompt, index: int) -> list[i
         raise ValueError(f"prompts[{index}] is empty; expected at least one token")
     vocab_size = model.config.vocab_size
     for position, token in enumerate(ids):
-        if not _is_int(token):
+        if not is_int(token):
             raise ValueError(f"prompts[{index}]: {token!r} at position {position} is no token id")
         if not 0 <= token < vocab_size:
             raise ValueError(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import numbers
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from glm5next_jax.checks import is_finite, is_int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,23 +42,15 @@ class SamplingParams:
 
     def __post_init__(self):
         for name, ok, legal in (
-            ("temperature", _is_number(self.temperature) and self.temperature >= 0, "finite, >= 0"),
-            ("top_k", _is_int(self.top_k) and 0 <= self.top_k < 2**31, "an integer in 0..2**31-1"),
-            ("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", _is_number(self.min_p) and 0 <= self.min_p < 1, "in [0, 1)"),
-            ("seed", _is_int(self.seed) and 0 <= self.seed < 2**32, "an integer in 0..2**32-1"),
+            ("temperature", is_finite(self.temperature) and self.temperature >= 0, "finite, >= 0"),
+            ("top_k", is_int(self.top_k) and 0 <= self.top_k < 2**31, "an integer in 0..2**31-1"),
+            ("top_p", is_finite(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", is_finite(self.min_p) and 0 <= self.min_p < 1, "in [0, 1)"),
+            ("seed", is_int(self.seed) and 0 <= self.seed < 2**32, "an integer in 0..2**32-1"),
             ("logprobs", isinstance(self.logprobs, bool), "a bool"),
         ):
             if not ok:
                 raise ValueError(f"{name} must be {legal}, got {getattr(self, name)!r}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 @jax.tree_util.register_dataclass

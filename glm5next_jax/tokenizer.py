@@ -24,6 +24,8 @@ import tokenizers
 from etils import epath
 from tokenizers import decoders
 
+from glm5next_jax.checks import is_int
+
 _ROLES = ("system", "user", "assistant", "tool")
 _MEDIA = {
     "image": "images", "image_url": "images", "input_image": "images",
@@ -65,16 +67,16 @@ class GenerationConfig:
 
         eos = fields.get("eos_token_id")
         eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
-        if not all(_is_int(token) and token >= 0 for token in eos):
+        if not all(is_int(token) and token >= 0 for token in eos):
             raise ValueError(f"{file}: expected token ids, found eos_token_id={eos!r}")
         if not isinstance(fields.get("do_sample"), bool | None):
             raise ValueError(f"{file}: expected a boolean, found {fields['do_sample']=}")
         for name in ("temperature", "top_p"):
             value = fields.get(name)
-            if value is not None and not (_is_int(value) or isinstance(value, float)):
+            if value is not None and not (is_int(value) or isinstance(value, float)):
                 raise ValueError(f"{file}: expected a number, found {name}={value!r}")
         top_k = fields.get("top_k")
-        if top_k is not None and not _is_int(top_k):
+        if top_k is not None and not is_int(top_k):
             raise ValueError(f"{file}: expected an integer, found {top_k=}")
         return cls(
             eos_token_ids=tuple(eos),
@@ -433,10 +435,6 @@ def _parse_object(text: str, file: epath.Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{file}: expected a JSON object, found {type(value).__name__}")
     return value
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _byte_alphabet() -> dict[str, int]:
