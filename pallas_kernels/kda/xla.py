@@ -1,5 +1,7 @@
 """KDA in pure JAX: chunked for many tokens, token by token for few. See README.md."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -8,6 +10,9 @@ from pallas_kernels.kda.inputs import Inputs, prepare
 
 CHUNK = 64
 BLOCK = 16  # rows whose pairwise decays are formed one by one
+# Chunks are prepared in groups, with this many bytes of pairwise decays at a time: then only few
+# operations per chunk wait for the state before it. At the released sizes a chunk has 32 MiB.
+GROUP_BYTES = 256 * 2**20
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -26,25 +31,26 @@ def chunk_kda(
     num_valid: jax.Array | None = None,
     scale: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.kda.api.chunk_kda`. Backward keeps one state per chunk."""
-    B, T = v.shape[:2]
-    block = min(BLOCK, T)
-    chunk = min(CHUNK, _round_up(T, block))
-    padding = _round_up(T, chunk) - T
-    num_chunks = (T + padding) // chunk
+    """See `pallas_kernels.kda.api.chunk_kda`. Backward keeps one state per group of chunks."""
+    B, T, H, K = k.shape
+    block, chunk = (min(size, _power_of_two(T)) for size in (BLOCK, CHUNK))
+    num_chunks = -(-T // chunk)
+    num_groups = -(-num_chunks // max(1, GROUP_BYTES // (4 * B * H * chunk * block * K)))
+    length = chunk * -(-num_chunks // num_groups)  # tokens per group
+    padding = length * num_groups - T
     if padding and num_valid is None:
         num_valid = count_valid(None, B, T)  # makes the tokens added below padding like any other
 
-    def to_chunks(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [N, B, C, ...]
+    def to_groups(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [groups, B, length, ...]
         x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(B, num_chunks, chunk, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(x.reshape(B, num_groups, length, *x.shape[2:]), 1, 0)
 
     counts = None
     if num_valid is not None:
-        starts = chunk * jnp.arange(num_chunks, dtype=jnp.int32)
-        counts = jnp.clip(num_valid - starts[:, None], 0, chunk)  # [N, B]
+        starts = length * jnp.arange(num_groups, dtype=jnp.int32)
+        counts = jnp.clip(num_valid - starts[:, None], 0, length)  # [groups, B]
 
-    # Raw inputs are scanned, in their own dtype: the float32 ones exist for one chunk at a time.
+    # Raw inputs are scanned, in their own dtype: the float32 ones exist for one group at a time.
     @jax.checkpoint
     def body(state, xs):
         tokens, count = xs
@@ -56,41 +62,97 @@ def chunk_kda(
             num_valid=count,
             scale=scale,
         )
-        o, new_state = _chunk_step(inputs, state, block)
+        new_state, o = jax.lax.scan(_chunk_step, state, _chunks(inputs, chunk, block))
+        o = jnp.moveaxis(o, (0, 3), (1, 2)).reshape(B, length, H, -1)  # from [G, B, H, C, V]
         if count is not None:
             new_state = jnp.where((count > 0)[:, None, None, None], new_state, state)
         return new_state, zero_padding(o, count).astype(v.dtype)
 
-    tokens = tuple(to_chunks(x) for x in (q, k, v, gate_logits, beta_logits))
+    tokens = tuple(to_groups(x) for x in (q, k, v, gate_logits, beta_logits))
     final_state, o = jax.lax.scan(body, initial_state, (tokens, counts))
-    o = jnp.moveaxis(o, 0, 1).reshape(B, num_chunks * chunk, *v.shape[2:])
+    o = jnp.moveaxis(o, 0, 1).reshape(B, num_groups * length, *v.shape[2:])
     return o[:, :T], final_state
 
 
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+def _power_of_two(n: int) -> int:
+    """The next one, n itself if it is one."""
+    return 1 << (n - 1).bit_length()
 
 
-def _chunk_step(inputs: Inputs, state: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """One chunk: o [B, C, H, V] and the state after it, float32."""
-    q, k, v, g, beta = (jnp.moveaxis(x, 2, 1) for x in inputs)  # [B, H, C, ...]
-    C = g.shape[2]
-    from_start = jnp.exp(jnp.cumsum(g, axis=2))  # decay from the chunk's start up to token i
+class _Chunks(NamedTuple):
+    """What chunks need that does not depend on the state, [G, B, H, C, ...] float32."""
+
+    reads: jax.Array  # [G, B, H, 2C, K] keys, then queries, decayed since the chunk's start
+    writes: jax.Array  # [G, B, H, C, K] keys decayed until the chunk's end
+    decay: jax.Array  # [G, B, H, K] of the state over the chunk
+    v: jax.Array  # [G, B, H, C, V]
+    beta: jax.Array  # [G, B, H, C]
+    solve: jax.Array  # [G, B, H, C, C] the inverse of the chunk's triangular system
+    qk: jax.Array  # [G, B, H, C, C] decayed products of queries and keys
+
+
+def _chunks(inputs: Inputs, chunk: int, block: int) -> _Chunks:
+    """All chunks of a group at once, as one batch of G·B·H small problems."""
+    B, T, H = inputs.beta.shape
+    shape = (T // chunk, B, H)
+    q, k, v, g, beta = (
+        jnp.moveaxis(x.reshape(B, -1, chunk, *x.shape[2:]), (1, 3), (0, 2)).reshape(
+            -1, chunk, *x.shape[3:]
+        )
+        for x in inputs
+    )  # [G·B·H, C, ...]
+    from_start = jnp.exp(jnp.cumsum(g, axis=1))  # decay from the chunk's start up to token i
     to_end = jnp.exp(_sum_after(g))  # decay from after token i to the chunk's end
+    kk, qk = _decayed_products(q, k, g, block)
+    strictly_lower = jnp.tril(jnp.ones((chunk, chunk), bool), -1)
+    flat = _Chunks(
+        reads=jnp.concatenate([k * from_start, q * from_start], axis=1),
+        writes=k * to_end,
+        decay=from_start[:, -1],
+        v=v,
+        beta=beta,
+        solve=_inverse_unit_lower(jnp.where(strictly_lower, beta[..., None] * kk, 0.0)),
+        qk=qk,
+    )
+    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), flat)
 
-    kk, qk = _decayed_products(q, k, g, block)  # [B, H, C, C]
-    strictly_lower = jnp.tril(jnp.ones((C, C), bool), -1)
-    lower = jnp.where(strictly_lower, beta[..., None] * kk, 0.0)
-    remembered = jnp.einsum("bhik,bhkv->bhiv", k * from_start, state, precision=_HIGHEST)
-    deltas = jax.lax.linalg.triangular_solve(
-        lower, beta[..., None] * (v - remembered), left_side=True, lower=True, unit_diagonal=True
-    )  # [B, H, C, V], the updates that the recurrence would write
 
-    o = jnp.einsum("bhik,bhkv->bhiv", q * from_start, state, precision=_HIGHEST)
-    o += jnp.einsum("bhij,bhjv->bhiv", qk, deltas, precision=_HIGHEST)
-    new_state = from_start[:, :, -1, :, None] * state
-    new_state += jnp.einsum("bhjk,bhjv->bhkv", k * to_end, deltas, precision=_HIGHEST)
-    return jnp.moveaxis(o, 1, 2), new_state
+def _chunk_step(state: jax.Array, x: _Chunks) -> tuple[jax.Array, jax.Array]:
+    """One chunk: the state [B, H, K, V] after it and o [B, H, C, V], float32."""
+    C = x.v.shape[2]
+    read = jnp.einsum("bhik,bhkv->bhiv", x.reads, state, precision=_HIGHEST)
+    remembered, o = read[:, :, :C], read[:, :, C:]
+    # The updates that the recurrence would write.
+    wanted = x.beta[..., None] * (x.v - remembered)
+    deltas = jnp.einsum("bhij,bhjv->bhiv", x.solve, wanted, precision=_HIGHEST)
+    o += jnp.einsum("bhij,bhjv->bhiv", x.qk, deltas, precision=_HIGHEST)
+    new_state = x.decay[..., None] * state
+    new_state += jnp.einsum("bhjk,bhjv->bhkv", x.writes, deltas, precision=_HIGHEST)
+    return new_state, o
+
+
+def _inverse_unit_lower(lower: jax.Array) -> jax.Array:
+    """(I + lower)^-1 for strictly lower triangular lower [N, C, C], C a power of two.
+
+    Blocks of twice the size from blocks, [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]:
+    as exact as substitution, in log2(C) batched steps. A series in powers of `lower` would cancel
+    badly for repeated keys; and jaxlib's own solver may wait forever on the CPU for threads that
+    its other calls occupy, one per device of a mesh.
+    """
+    N, C, _ = lower.shape
+    inverse = jnp.ones((N, C, 1, 1), lower.dtype)
+    size = 1
+    while size < C:
+        pairs = C // (2 * size)
+        below = lower.reshape(N, pairs, 2, size, pairs, 2, size)[:, :, 1, :, :, 0]
+        own = jnp.eye(pairs, dtype=bool)[:, None, :, None]
+        below = jnp.sum(jnp.where(own, below, 0.0), axis=3)  # [N, pairs, size, size]
+        upper, last = inverse[:, 0::2], inverse[:, 1::2]
+        corner = -jnp.matmul(last, jnp.matmul(below, upper, precision=_HIGHEST), precision=_HIGHEST)
+        top = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=3)
+        inverse = jnp.concatenate([top, jnp.concatenate([corner, last], axis=3)], axis=2)
+        size *= 2
+    return inverse[:, 0]
 
 
 def _sum_after(g: jax.Array) -> jax.Array:
@@ -102,38 +164,37 @@ def _sum_after(g: jax.Array) -> jax.Array:
 def _decayed_products(
     q: jax.Array, k: jax.Array, g: jax.Array, block: int
 ) -> tuple[jax.Array, jax.Array]:
-    """sum_d x_id k_jd exp(sum_{j < m <= i} g_md) for x = k and x = q, [B, H, C, C]; zero where j >
-    i.
+    """sum_d x_id k_jd exp(sum_{j < m <= i} g_md) for x = k and x = q, [N, C, C]; zero where j > i.
 
     Every exponent is a sum of gates, hence <= 0, and never a difference of prefix sums, which would
     lose the small gates that follow a huge one.
     """
-    B, H, C, K = g.shape
+    N, C, K = g.shape
     num_blocks = C // block
-    qb, kb, gb = (x.reshape(B, H, num_blocks, block, K) for x in (q, k, g))
+    qb, kb, gb = (x.reshape(N, num_blocks, block, K) for x in (q, k, g))
     row, column = jnp.arange(block)[:, None], jnp.arange(block)
 
     # Diagonal blocks, pair by pair.
     terms = jnp.where((row > column)[..., None], gb[..., :, None, :], 0.0)
-    sums = jnp.cumsum(terms, axis=-3)  # [B, H, C/16, 16, 16, K]
+    sums = jnp.cumsum(terms, axis=-3)  # [N, C/16, 16, 16, K]
     decayed_k = jnp.where((row >= column)[..., None], jnp.exp(sums) * kb[..., None, :, :], 0.0)
     diagonal = [jnp.sum(x[..., :, None, :] * decayed_k, axis=-1) for x in (kb, qb)]
 
     # Blocks left of the diagonal, factored around the first row of the row block: rows decay since
     # then, columns until then.
-    row_decay = jnp.exp(sums[..., 0, :])  # [B, H, C/16, 16, K]
+    row_decay = jnp.exp(sums[..., 0, :])  # [N, C/16, 16, K]
     first = block * jnp.arange(num_blocks)[:, None]
     index = jnp.arange(C)
-    until_first = _sum_after(jnp.where((index <= first)[..., None], g[:, :, None], 0.0))
-    columns = jnp.where((index < first)[..., None], jnp.exp(until_first) * k[:, :, None], 0.0)
+    until_first = _sum_after(jnp.where((index <= first)[..., None], g[:, None], 0.0))
+    columns = jnp.exp(until_first) * k[:, None]
+    columns = jnp.where((index < first)[..., None], columns, 0.0)
     off_diagonal = [
-        jnp.einsum("bhnik,bhnjk->bhnij", x * row_decay, columns, precision=_HIGHEST)
-        for x in (kb, qb)
-    ]  # [B, H, C/16, 16, C]
+        jnp.einsum("anik,anjk->anij", x * row_decay, columns, precision=_HIGHEST) for x in (kb, qb)
+    ]  # [N, C/16, 16, C]
 
     on_diagonal = (first <= index) & (index < first + block)  # [C/16, C]
     kk, qk = (
-        jnp.where(on_diagonal[:, None, :], jnp.tile(d, num_blocks), off).reshape(B, H, C, C)
+        jnp.where(on_diagonal[:, None, :], jnp.tile(d, num_blocks), off).reshape(N, C, C)
         for d, off in zip(diagonal, off_diagonal, strict=True)
     )
     return kk, qk

@@ -21,6 +21,7 @@ def kpool_indexer(
     *,
     num_selected: int,
     num_valid: jax.Array | None = None,
+    first_query: jax.Array | int = 0,
     backend: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Pools the new index keys, scores every finished pool and selects the best ones per query.
@@ -45,8 +46,8 @@ def kpool_indexer(
     dropped.
 
     Args:
-        q: [B, T, I, dI] index queries.
-        head_weights: [B, T, I] float32, already scaled by I**-0.5; any sign.
+        q: [B, Tq, I, dI] index queries of all T tokens, or of Tq of them.
+        head_weights: [B, Tq, I] float32, already scaled by I**-0.5; any sign.
         k, gate: [B, T, dI] index keys after their norm, and pooling gates.
         ape: [P, dI] additive embedding of the slot inside a pool.
         index_pools: [B, NP, dI] pool keys; contents past the finished pools are never read.
@@ -55,10 +56,11 @@ def kpool_indexer(
         num_selected: how many pools a query may select (index_topk // P).
         num_valid: [B] int32, real tokens per row (None = T). The rest is padding, may hold NaN,
             selects nothing (-1) and changes no state.
+        first_query: which of the T tokens q starts with; Tq of them follow each other.
         backend: see `pallas_kernels.dispatch`.
 
     Returns:
-        pool_ids [B, T, min(num_selected, NP)] int32, distinct, best first, -1 where there are
+        pool_ids [B, Tq, min(num_selected, NP)] int32, distinct, best first, -1 where there are
         fewer candidates; index_pools and index_tail after the call's tokens (tail slots past the
         unfinished pool are zero).
 
@@ -69,8 +71,8 @@ def kpool_indexer(
         NotImplementedError: the named backend does not exist for this op.
     """
     op, sizes = "kpool_indexer", {}
-    check_array(op, "q", q, ("B", "T", "I", "dI"), sizes)
-    check_array(op, "head_weights", head_weights, ("B", "T", "I"), sizes, jnp.float32)
+    check_array(op, "q", q, ("B", "Tq", "I", "dI"), sizes)
+    check_array(op, "head_weights", head_weights, ("B", "Tq", "I"), sizes, jnp.float32)
     check_array(op, "k", k, ("B", "T", "dI"), sizes)
     check_array(op, "gate", gate, ("B", "T", "dI"), sizes)
     check_array(op, "ape", ape, ("P", "dI"), sizes)
@@ -79,9 +81,11 @@ def kpool_indexer(
     check_array(op, "length", length, ("B",), sizes, jnp.int32)
     if num_valid is not None:
         check_array(op, "num_valid", num_valid, ("B",), sizes, jnp.int32)
-    for name in ("T", "P", "NP"):
+    for name in ("Tq", "T", "P", "NP"):
         if sizes[name] < 1:
             raise ValueError(f"{op}: {name}={sizes[name]}, expected at least 1")
+    if sizes["Tq"] > sizes["T"]:
+        raise ValueError(f"{op}: queries of Tq={sizes['Tq']} tokens, of which T={sizes['T']}")
     if num_selected < 1:
         raise ValueError(f"{op}: {num_selected=}, expected at least 1")
     return dispatch(
@@ -98,4 +102,5 @@ def kpool_indexer(
         length,
         num_selected=num_selected,
         num_valid=count_valid(num_valid, sizes["B"], sizes["T"]),
+        first_query=jnp.asarray(first_query, jnp.int32),
     )

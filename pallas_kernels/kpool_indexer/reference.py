@@ -19,6 +19,7 @@ def kpool_indexer(
     *,
     num_selected: int,
     num_valid: jax.Array,
+    first_query: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Arguments and results as in `api.kpool_indexer`, with num_valid given."""
     rows = jnp.stack([k, gate], axis=2).astype(index_tail.dtype)  # [B, T, 2, dI]
@@ -26,7 +27,15 @@ def kpool_indexer(
     def one_row(q, head_weights, rows, pools, tail, length, num_valid):
         pools, tail = _append(rows, ape, pools, tail, length, num_valid)
         return (
-            _select(q, head_weights, pools, length, num_valid, len(ape), num_selected),
+            _select(
+                q,
+                head_weights,
+                pools,
+                length + first_query,
+                num_valid - first_query,
+                len(ape),
+                num_selected,
+            ),
             pools,
             tail,
         )

@@ -23,6 +23,7 @@ def kpool_indexer(
     *,
     num_selected: int,
     num_valid: jax.Array,
+    first_query: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Arguments and results as in `api.kpool_indexer`, with num_valid given."""
     with jax.named_scope("pool"):
@@ -34,8 +35,8 @@ def kpool_indexer(
             q,
             head_weights,
             index_pools,
-            length,
-            num_valid,
+            length + first_query,
+            num_valid - first_query,
             pool_size=ape.shape[0],
             num_selected=num_selected,
         )

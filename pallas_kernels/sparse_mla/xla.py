@@ -26,11 +26,18 @@ def sparse_mla(
     """Arguments and result as in `api.sparse_mla`, with num_valid given.
 
     The mask form does S scores per query, the gather form at most Z*P + P but it copies that many
-    latents per query: where a query may see the whole cache the mask is never worse.
+    latents per query. The one that moves fewer bytes runs.
     """
+    batch, tokens, heads, width = q.shape
+    capacity = latent.shape[1]
     most_visible = pool_ids.shape[2] * pool_size + (pool_size - 1) * always_select_tail
-    attend = attend_masked if latent.shape[1] <= most_visible else attend_gathered
-    batch, tokens = q.shape[:2]
+    # Float32 scores and rounded weights, each written and read; latents read twice, in the gather
+    # form by every query and after a copy, in the mask form by a block of queries at a time.
+    per_score, row_bytes = heads * 12, width * latent.dtype.itemsize
+    masked = capacity * (per_score + 2 * row_bytes / min(tokens, 64))
+    gathered = most_visible * (per_score + 4 * row_bytes)
+    use_mask = capacity <= most_visible or masked < gathered
+    attend = attend_masked if use_mask else attend_gathered
     position = length[:, None] + jnp.arange(tokens, dtype=jnp.int32)  # [B, T]
     valid = jnp.arange(tokens, dtype=jnp.int32) < num_valid[:, None]
     q = jnp.where(valid[..., None, None], q, jnp.zeros_like(q))

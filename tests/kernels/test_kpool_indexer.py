@@ -425,12 +425,33 @@ def test_num_valid_defaults_to_all_and_num_selected_is_cut_at_the_capacity():
         same_bits(np.array(a), b)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_queries_of_some_tokens_select_what_they_select_among_all(backend):
+    """Also where they start or end in the padding, and where pools are finished in between."""
+    case = Case(P=4, T=6, heads=3, width=8, capacity=6, selected=2)
+    history = make_history(15, 3, 20, case)
+    lengths, num_valid = [5, 10, 0], [6, 3, 0]
+    state = state_at(history, lengths, case)
+    q, head_weights, *rest = (part(a, lengths, num_valid, 6) for a in history[:4])
+    arrays = [jnp.asarray(x) for x in (*rest, history.ape, *state)]
+    arrays.append(jnp.asarray(lengths, jnp.int32))
+    options = dict(num_selected=2, num_valid=jnp.asarray(num_valid, jnp.int32), backend=backend)
+    whole = kpool_indexer(jnp.asarray(q), jnp.asarray(head_weights), *arrays, **options)
+    for first in (0, 2, 4):
+        some = [jnp.asarray(x[:, first : first + 2]) for x in (q, head_weights)]
+        ids, *after = kpool_indexer(*some, *arrays, first_query=first, **options)
+        np.testing.assert_array_equal(ids, whole[0][:, first : first + 2])
+        for got, want in zip(after, whole[1:], strict=True):
+            same_bits(np.array(got), np.array(want))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"q": (2, 5, 3)}, "q.shape=(2, 5, 3) has rank 3"),
-        ({"head_weights": (2, 5, 4)}, "head_weights.shape=(2, 5, 4), expected [B, T, I]"),
-        ({"k": (2, 4, 8)}, "k.shape=(2, 4, 8), expected [B, T, dI]"),
+        ({"head_weights": (2, 5, 4)}, "head_weights.shape=(2, 5, 4), expected [B, Tq, I]"),
+        ({"k": (2, 4, 8)}, "gate.shape=(2, 5, 8), expected [B, T, dI]"),
+        ({"k": (2, 4, 8), "gate": (2, 4, 8)}, "queries of Tq=5 tokens, of which T=4"),
         ({"index_tail": (2, 4, 2, 8)}, "index_tail.shape=(2, 4, 2, 8), expected"),
         ({"index_pools": (2, 6, 7)}, "index_pools.shape=(2, 6, 7), expected [B, NP, dI]"),
         ({"index_pools": (2, 0, 8)}, "NP=0, expected at least 1"),

@@ -125,7 +125,7 @@ def test_sparse_mla_against_float64(case, form):
 
 
 def test_shapes_choose_the_form(monkeypatch):
-    """The mask up to the capacity that one query can see, the gather beyond."""
+    """The mask where a query may see all, and where copying latents for each query costs more."""
     used = []
     for form in ("attend_masked", "attend_gathered"):
         original = getattr(xla, form)
@@ -135,13 +135,18 @@ def test_shapes_choose_the_form(monkeypatch):
             return original(*args, **kwargs)
 
         monkeypatch.setattr(xla, form, spy)
-    for capacity, tail in ((11, True), (12, True), (8, False), (9, False)):
-        case = Case(P=4, T=1, capacity=capacity, selected=2, tail=tail)
-        jax.eval_shape(
-            functools.partial(sparse_mla, pool_size=4, scale=1.0, always_select_tail=tail),
-            *make_inputs(2, case, [3], [1])[:4],
-        )
-    assert used == ["attend_masked", "attend_gathered"] * 2
+
+    def choose(B, T, S, *, H=64, R=512, Z=512):
+        shapes = ((B, T, H, R), "bfloat16"), ((B, S, R), "bfloat16"), ((B, T, Z), "int32")
+        arrays = [jax.ShapeDtypeStruct(*shape) for shape in (*shapes, ((B,), "int32"))]
+        jax.eval_shape(functools.partial(sparse_mla, pool_size=4, scale=1.0), *arrays)
+        return used.pop()
+
+    assert choose(1, 1, 2048) == "attend_masked"
+    assert choose(1, 2048, 8192) == "attend_masked"
+    assert choose(1, 2048, 32768) == "attend_gathered"
+    assert choose(64, 1, 8192) == "attend_gathered"
+    assert not used
 
 
 @pytest.mark.parametrize("form", FORMS)
