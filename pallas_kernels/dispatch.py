@@ -4,8 +4,9 @@ Each op keeps a plain dict from backend name to function. A backend that the cal
 runs or raises; only the automatic choice may fall back.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -21,13 +22,39 @@ AUTOMATIC_ORDER: dict[str, tuple[str, ...]] = {
     "cpu": ("xla",),
 }
 
+# FP8 weights have one factor per square of this many rows and columns, the last ones cut short.
+SCALE_BLOCK = 128
+
+# Part of the key of jit's caches, so that a function traced for one platform is traced again for
+# another.
+_compiled_for = jax.make_user_context(None)
+
 _logger = logging.getLogger(__name__)
 _logged: set[tuple[str, str, str]] = set()
 
 
 def platform() -> str:
-    """The platform that the automatic choice is made for: where JAX puts new computations."""
-    return jax.default_backend()
+    """The platform that the automatic choice is made for: where JAX puts new computations, or what
+    `compile_for` names."""
+    return _compiled_for.value or jax.default_backend()
+
+
+@contextlib.contextmanager
+def compile_for(platform: str) -> Iterator[None]:
+    """Makes every automatic choice as on `platform` ("cpu", "gpu" or "tpu"), for the ahead-of-time
+    compilation of programs that run elsewhere.
+
+    It does not choose the compiler: that is for the devices of the arguments' shardings.
+
+    Raises:
+        ValueError: there is no such platform.
+    """
+    if platform not in AUTOMATIC_ORDER:
+        raise ValueError(
+            f"compile_for: {platform=}, expected one of {', '.join(sorted(AUTOMATIC_ORDER))}"
+        )
+    with _compiled_for(platform):
+        yield
 
 
 def dispatch(
@@ -105,6 +132,29 @@ def check_array(
     if not right:
         wanted = "a floating dtype" if isinstance(dtype, str) else jnp.dtype(dtype).name
         raise ValueError(f"{op}: {name}.dtype={jnp.dtype(found).name}, expected {wanted}")
+
+
+def check_scale(
+    op: str, weights: Any, scale: Any, dims: tuple[str, ...], sizes: dict[str, int]
+) -> None:
+    """Checks that float8_e4m3fn weights have a factor per block, and others none.
+
+    `weights` has been checked and has the axes `dims`; all but the last two are the scale's too.
+    """
+    codes = jnp.dtype(weights.dtype)
+    if codes.itemsize > 1:
+        if scale is not None:
+            raise ValueError(
+                f"{op}: scale is given with weights.dtype={codes.name}, expected scale=None or "
+                "weights in float8_e4m3fn"
+            )
+        return
+    if codes != jnp.float8_e4m3fn:
+        raise ValueError(f"{op}: weights.dtype={codes.name}, expected float8_e4m3fn or wider")
+    if scale is None:
+        raise ValueError(f"{op}: scale=None with weights in float8_e4m3fn, expected their factors")
+    blocks = tuple(-(-sizes[d] // SCALE_BLOCK) for d in dims[-2:])
+    check_array(op, "scale", scale, dims[:-2] + blocks, sizes, jnp.float32)
 
 
 def count_valid(num_valid: jax.Array | None, batch: int, length: int) -> jax.Array:

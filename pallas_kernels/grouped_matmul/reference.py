@@ -4,8 +4,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.dispatch import SCALE_BLOCK
 
-def grouped_matmul(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+
+def _weight_in_full(weight: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    """weight [F, D] in dtype; FP8 codes times the factor of their block, in float32."""
+    if scale is None:
+        return weight.astype(dtype)
+    weight, scale = lax.stop_gradient((weight, scale))
+    row, column = (jnp.arange(size, dtype=jnp.int32) // SCALE_BLOCK for size in weight.shape)
+    return (weight.astype(jnp.float32) * scale[row[:, None], column]).astype(dtype)
+
+
+def grouped_matmul(
+    x: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, scale: jax.Array | None = None
+) -> jax.Array:
     """Arguments and result as in `api.grouped_matmul`."""
     ends = jnp.cumsum(group_sizes)  # [E]
 
@@ -14,7 +27,9 @@ def grouped_matmul(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> 
         group = jnp.sum(n >= ends)  # == E for rows past the last group
         real = group < len(ends)
         row = jnp.where(real, row, jnp.zeros_like(row))
-        weight = weights[jnp.minimum(group, len(ends) - 1)].astype(x.dtype)  # [F, D]
+        group = jnp.minimum(group, len(ends) - 1)
+        factors = None if scale is None else scale[group]
+        weight = _weight_in_full(weights[group], factors, x.dtype)  # [F, D]
         out = jnp.matmul(
             weight, row, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
         )
