@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -15,9 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from flax import nnx
+from jax.sharding import Mesh
 from tqdm import tqdm
 
-from glm5next_jax.checkpoint import assemble, mapping, memory, native, quantized
+from glm5next_jax import sharding
+from glm5next_jax.checkpoint import assemble, mapping, memory, native, placement, quantized
 from glm5next_jax.checkpoint.errors import CheckpointError, Failure
 from glm5next_jax.checkpoint.safetensors_reader import (
     SafetensorsDirectory,
@@ -31,26 +33,34 @@ from glm5next_jax.tokenizer import GenerationConfig, Tokenizer
 __all__ = ["CheckpointError", "Failure", "load"]
 
 _WEIGHTS = {"bf16": "bfloat16", "float32": "float32"}
+_FP8 = "fp8"
 
 
 def load(
     path: str | os.PathLike[str],
     *,
+    mesh: Mesh | None = None,
     dtype: Any = None,
-    weights: Literal["bf16", "float32"] | None = None,
+    weights: Literal["bf16", "float32", "fp8"] | None = None,
     check_finite: bool = True,
 ) -> Glm5NextForCausalLM:
     """Builds the model of a checkpoint directory, released or converted, and fills every weight.
 
-    A progress bar is shown where stderr is a terminal.
+    Each process reads what its devices hold, once, and little of it is on the host at a time: less
+    than twice the largest part of a weight that one device holds. A progress bar in bytes is shown
+    by the first process, where stderr is a terminal.
 
     Args:
       path: the directory, local or any URL that etils opens.
+      mesh: the devices to spread the model over (`glm5next_jax.make_mesh`); by default the whole
+        model goes to the default device.
       dtype: compute dtype, bfloat16 or float32, instead of the one in the checkpoint's config;
         `model.config.dtype` is it.
       weights: dtype at rest; by default the compute dtype. FP8 blocks are multiplied by their
         factors in float32 and rounded once to it. What must be float32 (router, convolution, decay
-        and hyper-connection base and scale) is float32 whatever this says.
+        and hyper-connection base and scale) is float32 whatever this says. "fp8" keeps the FP8
+        blocks of a released checkpoint as they are stored, codes and factors, half the size of
+        bfloat16; its other weights take the compute dtype.
       check_finite: refuse NaN and infinite weights.
 
     Returns:
@@ -59,16 +69,15 @@ def load(
 
     Raises:
       CheckpointError: (a ValueError) no such directory, damaged files, or tensors that do not fit
-        the model, exactly and both ways. One report lists every failure.
-      ValueError: an unsupported config or argument, a tokenizer that cannot be read, or an
-        end-of-generation token outside the vocabulary.
-      NotImplementedError: `weights="fp8"`.
-      MemoryError: the weights need more than is free; the message has both numbers.
+        the model, exactly and both ways: also weights that are not stored as 128 x 128 blocks of
+        FP8 where "fp8" needs them. One report lists every failure.
+      ValueError: an unsupported config or argument, a mesh that the model does not divide over, a
+        tokenizer that cannot be read, an end-of-generation token outside the vocabulary, or "fp8"
+        for a converted directory.
+      MemoryError: a device needs more for the weights than is free; the message has both numbers.
     """
-    if weights == "fp8":
-        raise NotImplementedError("FP8 weights at rest are not available on any backend yet")
-    if weights is not None and weights not in _WEIGHTS:
-        raise ValueError(f"{weights=}; expected one of {tuple(_WEIGHTS)} or None")
+    if weights is not None and weights not in (*_WEIGHTS, _FP8):
+        raise ValueError(f"{weights=}; expected one of {(*_WEIGHTS, _FP8)} or None")
     directory = existing_directory(path)
     config = config_of(directory)
     if dtype is not None:
@@ -76,26 +85,34 @@ def load(
     # The small files first: a fault in them should not be found after minutes of reading weights.
     tokenizer = Tokenizer.from_directory(directory)
     eos_token_ids = _eos_token_ids(directory, config)
-    param_dtype = config.dtype if weights is None else _WEIGHTS[weights]
-    skeleton = _skeleton(config, param_dtype)
-    specs = skeleton.specs
-    needed = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
+    fp8 = weights == _FP8
+    param_dtype = config.dtype if weights is None or fp8 else _WEIGHTS[weights]
+    sharding.check_mesh(config, mesh, fp8=fp8)
+    skeleton = _skeleton(config, param_dtype, fp8)
+    specs = skeleton.specs(mesh)
 
-    if native.is_converted(directory):
-        native.check_header(directory)
-        memory.require_free(needed, f"{directory}: the model", *memory.free_device_bytes())
-        model = skeleton.filled(native.read(directory, specs, check_finite=check_finite))
-    else:
-        with SafetensorsDirectory(directory) as reader:
-            plan = plan_of(reader, config, specs)
-            memory.require_free(needed, f"{directory}: the model", *memory.free_device_bytes())
-            dtypes = {leaf: np.dtype(spec.dtype) for leaf, spec in specs.items()}
-            with progress_bar(sum(plan_bytes(plan)), "loading") as bar:
-                leaves = assemble.assemble(
-                    reader, plan, dtypes, check_finite=check_finite, progress=bar.update
+    with contextlib.ExitStack() as stack:
+        if native.is_converted(directory):
+            native.check_header(directory)
+            if fp8:
+                raise ValueError(
+                    f"{directory}: a converted checkpoint holds no FP8 weights; {weights=} needs "
+                    "the released directory"
                 )
-                model = skeleton.filled(leaves)
+            open_leaves = functools.partial(native.ConvertedLeaves, directory, specs)
+        else:
+            reader = stack.enter_context(SafetensorsDirectory(directory))
+            plan = plan_of(reader, config, specs)
+            dtypes = {leaf: np.dtype(spec.dtype) for leaf, spec in specs.items()}
+            open_leaves = functools.partial(assemble.StoredLeaves, reader, plan, dtypes)
+        needed = placement.bytes_per_device(specs)
+        memory.require_free_on_devices(needed, f"{directory}: the model")
+        bar = stack.enter_context(progress_bar(0, "loading"))
+        leaves = stack.enter_context(open_leaves(check_finite=check_finite, progress=bar.update))
+        bar.total = placement.source_bytes(leaves, specs)
+        model = skeleton.filled(placement.place(leaves, specs))
 
+    model.mesh = mesh
     model.tokenizer = tokenizer
     model.eos_token_ids = eos_token_ids
     return model
@@ -139,8 +156,11 @@ def plan_bytes(plan: mapping.Plan) -> Iterator[int]:
 
 
 def progress_bar(total: int, what: str, *, quiet: bool = False) -> tqdm:
-    """A bar counting bytes on stderr, shown only where that is a terminal."""
-    hidden = quiet or not sys.stderr.isatty()
+    """A bar counting bytes, with their rate and the time left, on the first process's stderr.
+
+    It is shown only where that is a terminal.
+    """
+    hidden = quiet or not sys.stderr.isatty() or jax.process_index() != 0
     return tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=hidden)
 
 
@@ -169,25 +189,29 @@ class _Skeleton:
     graphdef: nnx.GraphDef[Glm5NextForCausalLM]
     variables: dict[str, tuple[tuple[Any, ...], nnx.Variable]]
 
-    @property
-    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        return {name: variable.get_value() for name, (_, variable) in self.variables.items()}
+    def specs(self, mesh: Mesh | None) -> dict[str, jax.ShapeDtypeStruct]:
+        """What `glm5next_jax.model.param_specs` gives, without tracing the module again."""
+        specs = {name: variable.get_value() for name, (_, variable) in self.variables.items()}
+        if mesh is None:
+            return specs
+        return {
+            name: spec.update(sharding=sharding.variable_sharding(self.variables[name][1], mesh))
+            for name, spec in specs.items()
+        }
 
-    def filled(self, leaves: Iterable[tuple[str, np.ndarray]]) -> Glm5NextForCausalLM:
-        """The module with each leaf put on the default device, and its host copy let go."""
+    def filled(self, leaves: Iterable[tuple[str, jax.Array]]) -> Glm5NextForCausalLM:
+        """The module with these arrays."""
         filled = []
         for name, array in leaves:
             path, variable = self.variables[name]
-            value = jnp.asarray(array.astype(variable.get_value().dtype, copy=False))
-            filled.append((path, variable.replace(value)))
-            del array
+            filled.append((path, variable.replace(array)))
         return nnx.merge(self.graphdef, nnx.from_flat_state(filled))
 
 
 # Tracing the module takes longer than reading a small checkpoint.
 @functools.lru_cache(maxsize=4)
-def _skeleton(config: Glm5NextConfig, param_dtype: str) -> _Skeleton:
-    model = Glm5NextForCausalLM.abstract(config, param_dtype=param_dtype)
+def _skeleton(config: Glm5NextConfig, param_dtype: str, fp8: bool) -> _Skeleton:
+    model = Glm5NextForCausalLM.abstract(config, param_dtype=param_dtype, fp8=fp8)
     graphdef, state = nnx.split(model)
     flat = nnx.to_flat_state(state)
     variables = {".".join(map(str, path)): (path, variable) for path, variable in flat}

@@ -1,18 +1,17 @@
-"""Filling leaves from stored tensors: one tensor at a time, straight into its place."""
+"""Filling leaves from stored tensors: each byte straight into its place, FP8 decoded on the way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import ml_dtypes
 import numpy as np
 
-from glm5next_jax.checkpoint import quantized
-from glm5next_jax.checkpoint.errors import CheckpointError, Failure
-from glm5next_jax.checkpoint.mapping import TIED_REASON, Entry, Plan
-from glm5next_jax.checkpoint.safetensors_reader import SafetensorsDirectory
-
-_BLOCK_BYTES = 16 << 20  # of a stored tensor in memory at once
+from glm5next_jax.checkpoint import leaves, quantized
+from glm5next_jax.checkpoint.errors import Failure
+from glm5next_jax.checkpoint.leaves import Faults, LeafReader, Part, Tile
+from glm5next_jax.checkpoint.mapping import TIED_REASON, Entry, Piece, Plan
+from glm5next_jax.checkpoint.safetensors_reader import DTYPES, SafetensorsDirectory
 
 
 def assemble(
@@ -23,125 +22,217 @@ def assemble(
     check_finite: bool = True,
     progress: Callable[[int], object] = lambda num_bytes: None,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields every leaf of `plan` as soon as it is complete, as (path, array).
-
-    Files are read from front to back. Beside the leaves under way, one block of one stored tensor
-    is in memory.
-
-    Args:
-      reader: the directory that the plan was made for.
-      plan: what fills what.
-      dtypes: dtype of each leaf, bfloat16 or float32.
-      check_finite: whether to refuse NaN and infinity.
-      progress: called with the number of bytes just read.
+    """Yields every leaf of `plan` whole, as (path, array); for the arguments see `StoredLeaves`.
 
     Raises:
       CheckpointError: after the last leaf, if any stored tensor gives a value that is not finite;
         all such tensors are named.
     """
-    failures: list[Failure] = []
-    leaves: dict[str, np.ndarray] = {}
-    waiting = dict.fromkeys(plan.specs, 0)
-    for entry in plan.entries:
-        for piece in entry.pieces:
-            waiting[piece.leaf] += 1
-    order = {file: rank for rank, file in enumerate(sorted({e.source.file for e in plan.entries}))}
-    for entry in sorted(plan.entries, key=lambda e: (order[e.source.file], e.source.offset)):
-        for piece in entry.pieces:
-            if piece.leaf not in leaves:
-                shape = tuple(plan.specs[piece.leaf].shape)
-                leaves[piece.leaf] = np.empty(shape, dtypes[piece.leaf])
-        bad = _fill(reader, entry, leaves, check_finite, progress)
-        if bad:
-            failures.append(_not_finite(reader, entry, bad))
-        for piece in entry.pieces:
-            waiting[piece.leaf] -= 1
-            if waiting[piece.leaf] == 0:
-                yield piece.leaf, leaves.pop(piece.leaf)
-    failures += _compare_tied(reader, plan)
-    if failures:
-        raise CheckpointError(f"{reader.path}: unusable weights", failures)
+    with StoredLeaves(reader, plan, dtypes, check_finite=check_finite, progress=progress) as source:
+        for leaf in source.order:
+            everything = tuple((0, n) for n in plan.specs[leaf].shape)
+            yield leaf, source.read(leaf, [everything])[0]
+        source.finish()
 
 
-def non_finite_count(array: np.ndarray) -> int:
-    """How many elements of a bfloat16 or float32 array are NaN or infinite."""
-    if array.dtype == ml_dtypes.bfloat16:
-        exponent = np.uint16(0x7F80)
-        return int(np.count_nonzero((array.view(np.uint16) & exponent) == exponent))
-    return array.size - int(np.count_nonzero(np.isfinite(array)))
+class StoredLeaves(LeafReader):
+    """Leaves of a released directory.
 
+    Args:
+      reader: the directory that the plan was made for.
+      plan: what fills what.
+      dtypes: of each leaf: bfloat16, float32, or float8_e4m3fn where the plan keeps codes.
+      check_finite: whether `finish` refuses NaN and infinity.
+      progress: called with the number of stored bytes just read.
+    """
 
-def _fill(
-    reader: SafetensorsDirectory,
-    entry: Entry,
-    leaves: Mapping[str, np.ndarray],
-    check_finite: bool,
-    progress: Callable[[int], object],
-) -> int:
-    """Copies one stored tensor into its places; returns how many values are not finite."""
-    source, bad = entry.source, 0
-    scale = None if entry.scale is None else reader.read(entry.scale)
-    for start, stop in _row_blocks(entry):
-        stored = reader.read(source, start, stop)
-        num_bytes = stored.nbytes
-        if scale is not None:
-            stored = _dequantize_rows(stored, scale, entry, start, stop)
-        # Rows of the view that these stored rows are.
-        first = start * entry.view[0] // source.shape[0]
-        last = stop * entry.view[0] // source.shape[0]
-        values = stored.reshape(last - first, *entry.view[1:])
-        for piece in entry.pieces:
-            leaf = leaves[piece.leaf]
-            if piece.axis == 0:
-                low = max(first, piece.source_start)
-                high = min(last, piece.source_start + piece.size)
-                if low >= high:
-                    continue
-                shift = piece.target_start - piece.source_start
-                target, part = leaf[low + shift : high + shift], values[low - first : high - first]
+    def __init__(
+        self,
+        reader: SafetensorsDirectory,
+        plan: Plan,
+        dtypes: Mapping[str, np.dtype],
+        *,
+        check_finite: bool = True,
+        progress: Callable[[int], object] = lambda num_bytes: None,
+    ):
+        self._reader, self._plan = reader, plan
+        files = sorted({entry.source.file for entry in plan.entries})
+        self._rank = {file: rank for rank, file in enumerate(files)}
+        self._pieces: dict[str, list[tuple[Piece, Entry]]] = {leaf: [] for leaf in plan.specs}
+        for entry in plan.entries:
+            for piece in entry.pieces:
+                self._pieces[piece.leaf].append((piece, entry))
+        for pieces in self._pieces.values():
+            pieces.sort(key=lambda item: item[0].target_start)
+        first = {
+            leaf: min(self._place(entry.source) for _, entry in pieces)
+            for leaf, pieces in self._pieces.items()
+        }
+        super().__init__(
+            {leaf: tuple(spec.shape) for leaf, spec in plan.specs.items()},
+            dtypes,
+            sorted(first, key=lambda leaf: first[leaf]),
+            check_finite=check_finite,
+            progress=progress,
+        )
+
+    def _place(self, source) -> tuple[int, int]:
+        return self._rank[source.file], source.offset
+
+    @property
+    def _origin(self) -> str:
+        return str(self._reader.path)
+
+    def _overlapping(
+        self, leaf: str, start: int, stop: int
+    ) -> Iterator[tuple[Entry, int, int, int]]:
+        """What fills rows [start, stop): (entry, its rows first to last, where in the leaf)."""
+        pieces = self._pieces[leaf]
+        at = bisect.bisect_right(pieces, start, key=lambda item: item[0].target_start) - 1
+        while at < len(pieces) and pieces[at][0].target_start < stop:
+            piece, entry = pieces[at]
+            low = max(start, piece.target_start)
+            high = min(stop, piece.target_start + piece.size)
+            shift = piece.source_start - piece.target_start
+            yield entry, low + shift, high + shift, low
+            at += 1
+
+    def _source_bytes(self, leaf: str, start: int, stop: int, columns: int) -> int:
+        return sum(
+            _stored_bytes(entry, first, last, columns)
+            for entry, first, last, _ in self._overlapping(leaf, start, stop)
+        )
+
+    def _tiles(self, leaf: str, start: int, stop: int, parts: Sequence[Part]) -> Iterator[Tile]:
+        width = leaves.as_matrix(self._shapes[leaf])[1]
+        column = parts[0].column
+        columns = sum(part.out.shape[1] for part in parts)
+        for entry, first, last, row in self._overlapping(leaf, start, stop):
+            shift = row - start - first  # from a stored row to a row of the parts
+            row_bytes = columns * DTYPES[entry.source.dtype].itemsize
+            step = max(1, leaves.TILE_BYTES // max(row_bytes, 1))
+            height, align = max(last, 1), 1
+            if entry.block is not None:
+                height, align = entry.source.shape[-2], entry.block[0]
+            for low, high in leaves.cuts(first, last, height, step, align):
+                cut = [Part(p.column, p.out[low + shift : high + shift]) for p in parts]
+                yield Tile(
+                    sum(part.out.nbytes for part in cut),
+                    _stored_bytes(entry, low, high, columns),
+                    lambda entry=entry, low=low, high=high, cut=cut: self._fill(
+                        entry, low, high, width, column, columns, cut
+                    ),
+                )
+
+    def _fill(
+        self,
+        entry: Entry,
+        start: int,
+        stop: int,
+        width: int,
+        column: int,
+        columns: int,
+        parts: Sequence[Part],
+    ) -> Faults | None:
+        """Puts rows [start, stop) of one stored tensor, and some of its columns, into their parts.
+
+        Runs in a thread. FP8 rows lie in one row of matrices.
+        """
+        source = entry.source
+        dtype = DTYPES[source.dtype]
+        only = parts[0].out
+        as_stored = entry.scale is None and only.dtype == dtype
+        if as_stored and len(parts) == 1:
+            self._reader.read_rectangle(source, width, start, column, only)
+            num_bad = leaves.non_finite_count(only) if self.check_finite else 0
+            return self._faults_of(entry, num_bad, num_bad if dtype.itemsize == 1 else 0)
+        stored = np.empty((stop - start, columns), dtype)
+        self._reader.read_rectangle(source, width, start, column, stored)
+        factors = None if entry.scale is None else self._factors(entry, start, stop)
+        num_bad = num_codes = 0
+        for part in parts:
+            first = part.column - column
+            values = stored[:, first : first + part.out.shape[1]]
+            if factors is None:
+                with np.errstate(over="ignore", invalid="ignore"):  # counted, and reported by name
+                    np.copyto(part.out, values, casting="unsafe")
+                count = leaves.non_finite_count(part.out) if self.check_finite else 0
+                num_codes += count if dtype.itemsize == 1 else 0
             else:
-                columns = slice(piece.source_start, piece.source_start + piece.size)
-                target, part = leaf[first:last], values[:, columns]
-            with np.errstate(over="ignore", invalid="ignore"):  # counted, and reported by name
-                np.copyto(target, part, casting="unsafe")
-            if check_finite:
-                bad += non_finite_count(target)
-        progress(num_bytes)
-    if entry.scale is not None:
-        progress(entry.scale.num_bytes)
-    return bad
+                count, codes = self._decode(entry, start, values, factors, part)
+                num_codes += codes
+            num_bad += count
+        return self._faults_of(entry, num_bad, num_codes)
+
+    def _factors(self, entry: Entry, start: int, stop: int) -> np.ndarray:
+        """The rows of factors that belong to rows [start, stop) of FP8 codes."""
+        assert entry.scale is not None
+        first, last = _factor_rows(entry, start, stop)
+        factors = np.empty((last - first, entry.scale.shape[-1]), np.float32)
+        self._reader.read_rectangle(entry.scale, factors.shape[1], first, 0, factors)
+        return factors
+
+    def _decode(
+        self, entry: Entry, start: int, codes: np.ndarray, factors: np.ndarray, part: Part
+    ) -> tuple[int, int]:
+        """Writes the numbers that codes mean; returns how many of each are not finite."""
+        assert entry.block is not None
+        rows, columns = entry.block
+        first, last = part.column // columns, -(-(part.column + codes.shape[1]) // columns)
+        own = factors[:, first:last]
+        quantized.dequantize(
+            codes,
+            own,
+            part.out.dtype,
+            block=entry.block,
+            origin=(start % entry.source.shape[-2] % rows, part.column % columns),
+            out=part.out,
+        )
+        if not self.check_finite:
+            return 0, 0
+        num_codes = quantized.count_nan_codes(codes)
+        with np.errstate(over="ignore", invalid="ignore"):
+            largest = (np.abs(own).max(initial=0) * quantized.MAX_VALUE).astype(part.out.dtype)
+        if num_codes == 0 and np.isfinite(largest):  # then so is every product
+            return 0, 0
+        return leaves.non_finite_count(part.out), num_codes
+
+    def _faults_of(self, entry: Entry, num_values: int, num_codes: int) -> Faults | None:
+        return Faults(entry, num_values, num_codes) if num_values else None
+
+    def _failure(self, source: Entry, counts: Sequence[int]) -> Failure:
+        values, codes = counts
+        found = f"{values} values that are NaN or infinite"
+        if source.scale is not None:
+            found += f" after scaling ({codes} NaN codes)"
+        elif codes:
+            found = f"{codes} NaN codes"
+        return Failure("value", source.source.file, source.source.name, found, "finite weights")
+
+    def _last_checks(self) -> list[Failure]:
+        return _compare_tied(self._reader, self._plan)
 
 
-def _row_blocks(entry: Entry) -> Iterator[tuple[int, int]]:
-    """Ranges of stored rows to read at a time: whole FP8 blocks, whole rows of the view."""
-    source = entry.source
-    rows = source.shape[0]
-    if entry.view[0] % rows:  # one expert, or a vector under leading ones: small, so all at once
-        yield 0, rows
-        return
-    step = max(1, _BLOCK_BYTES * rows // max(source.num_bytes, 1))
-    if entry.block is not None and len(source.shape) == 2:
-        step = max(1, step // entry.block[0]) * entry.block[0]
-    for start in range(0, rows, step):
-        yield start, min(start + step, rows)
+def _factor_rows(entry: Entry, start: int, stop: int) -> tuple[int, int]:
+    """Rows of the factors, as one matrix, of rows [start, stop) within one matrix of codes."""
+    assert entry.block is not None and entry.scale is not None
+    matrix, row = divmod(start, entry.source.shape[-2])
+    first = matrix * entry.scale.shape[-2]
+    rows = entry.block[0]
+    return first + row // rows, first - (-(row + stop - start) // rows)
 
 
-def _dequantize_rows(
-    codes: np.ndarray, scale: np.ndarray, entry: Entry, start: int, stop: int
-) -> np.ndarray:
-    """The float32 product; its one rounding is the copy into the leaf."""
-    assert entry.block is not None
-    height = entry.block[0] if codes.ndim == 2 else 1
-    factors = scale[start // height : -(-stop // height)]
-    return quantized.dequantize(codes, factors, np.float32, block=entry.block)
-
-
-def _not_finite(reader: SafetensorsDirectory, entry: Entry, count: int) -> Failure:
-    found = f"{count} values that are NaN or infinite"
-    if entry.scale is not None:
-        codes = quantized.count_nan_codes(reader.read(entry.source))
-        found += f" after scaling ({codes} NaN codes)"
-    return Failure("value", entry.source.file, entry.source.name, found, "finite weights")
+def _stored_bytes(entry: Entry, start: int, stop: int, columns: int) -> int:
+    """What rows [start, stop) of some columns take in the file, whole rows of factors included."""
+    num_bytes = (stop - start) * columns * DTYPES[entry.source.dtype].itemsize
+    if entry.scale is None or entry.block is None:
+        return num_bytes
+    height = entry.source.shape[-2]
+    num_rows = 0
+    for low, high in leaves.cuts(start, stop, height, height, entry.block[0]):
+        first, last = _factor_rows(entry, low, high)
+        num_rows += last - first
+    return num_bytes + num_rows * entry.scale.shape[-1] * 4
 
 
 def _compare_tied(reader: SafetensorsDirectory, plan: Plan) -> list[Failure]:
@@ -153,9 +244,10 @@ def _compare_tied(reader: SafetensorsDirectory, plan: Plan) -> list[Failure]:
     failures = []
     for head in tied:
         same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
-        step = max(1, _BLOCK_BYTES * head.shape[0] // max(head.num_bytes, 1)) if head.shape else 1
-        for start in range(0, head.shape[0] if same else 0, step):
-            stop = min(start + step, head.shape[0])
+        rows = head.shape[0] if head.shape else 0
+        step = max(1, leaves.TILE_BYTES * rows // max(head.num_bytes, 1))
+        for start in range(0, rows if same else 0, step):
+            stop = min(start + step, rows)
             ours, theirs = reader.read(head, start, stop), reader.read(embedding, start, stop)
             same = same and ours.tobytes() == theirs.tobytes()
         if not same:

@@ -9,12 +9,17 @@ every element of every leaf must be filled exactly once (model spec, section 14)
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
+
 from glm5next_jax.checkpoint import quantized
 from glm5next_jax.checkpoint.errors import CheckpointError, Failure
+from glm5next_jax.checkpoint.leaves import as_matrix
 from glm5next_jax.checkpoint.safetensors_reader import TensorInfo
 from glm5next_jax.config import Glm5NextConfig
 
@@ -31,6 +36,8 @@ class Rule:
       also: further shape accepted, of the same elements in the same order: "conv" takes [C, 1, W]
         for [C, W], "heads" [1, 1, H, 1] for [H], "pair" [2, R, C] for two [R, C]. "pair" is the
         only form of its rule.
+
+    The q, k and v that a leaf stacks as [3, R, C] stand in a stored tensor as rows [3 R, C].
     """
 
     source: str
@@ -40,7 +47,8 @@ class Rule:
 
 
 _ATTENTION = "layers.{L}.self_attn."
-_PROJECTIONS = _ATTENTION + "fused_qkvbfg_a_proj.weight"
+_QKV = _ATTENTION + "qkv_proj.weight"
+_BFG_A = _ATTENTION + "fused_bfg_a_proj.weight"
 _CONV = _ATTENTION + "qkv_conv1d.weight"
 _EXPERTS = "layers.{L}.mlp.experts."
 
@@ -91,13 +99,14 @@ _FEED_FORWARD = [
     Rule(_EXPERTS + "down_proj", (_EXPERTS + "down_proj",)),
 ]  # fmt: skip
 _LINEAR_ATTENTION = [
+    *(Rule(f"{_ATTENTION}{part}_proj.weight", (f"{_QKV}[{part}]",)) for part in ("q", "k", "v")),
     *(
-        Rule(f"{_ATTENTION}{piece}_proj.weight", (f"{_PROJECTIONS}[{piece}]",))
-        for piece in ("q", "k", "v", "b", "f_a", "g_a")
+        Rule(f"{_ATTENTION}{part}_proj.weight", (f"{_BFG_A}[{part}]",))
+        for part in ("b", "f_a", "g_a")
     ),
     *(
-        Rule(f"{_ATTENTION}{piece}_conv1d.weight", (f"{_CONV}[{piece}]",), also="conv")
-        for piece in ("q", "k", "v")
+        Rule(f"{_ATTENTION}{part}_conv1d.weight", (f"{_CONV}[{part}]",), also="conv")
+        for part in ("q", "k", "v")
     ),
     Rule(_ATTENTION + "f_b_proj.weight", (_ATTENTION + "f_b_proj.weight",)),
     Rule(_ATTENTION + "g_b_proj.weight", (_ATTENTION + "g_b_proj.weight",)),
@@ -105,8 +114,10 @@ _LINEAR_ATTENTION = [
     Rule(_ATTENTION + "dt_bias", (_ATTENTION + "dt_bias",)),
     Rule(_ATTENTION + "o_norm.weight", (_ATTENTION + "o_norm.weight",)),
     # Serving engines.
-    Rule(_PROJECTIONS, (_PROJECTIONS,)),
-    Rule(_ATTENTION + "in_proj_qkvbfg_a.weight", (_PROJECTIONS,)),
+    Rule(_ATTENTION + "fused_qkvbfg_a_proj.weight", (_QKV, _BFG_A)),
+    Rule(_ATTENTION + "in_proj_qkvbfg_a.weight", (_QKV, _BFG_A)),
+    Rule(_QKV, (_QKV,)),
+    Rule(_BFG_A, (_BFG_A,)),
     *(
         Rule(
             f"{_ATTENTION}{name}",
@@ -118,7 +129,7 @@ _LINEAR_ATTENTION = [
     Rule(_CONV, (_CONV,), also="conv"),
     # transformers, in memory.
     Rule(_ATTENTION + "conv1d.weight", (_CONV,), also="conv"),
-    Rule(_ATTENTION + "forget_gate.f_a_proj.weight", (_PROJECTIONS + "[f_a]",)),
+    Rule(_ATTENTION + "forget_gate.f_a_proj.weight", (_BFG_A + "[f_a]",)),
     Rule(_ATTENTION + "forget_gate.f_b_proj.weight", (_ATTENTION + "f_b_proj.weight",)),
     Rule(_ATTENTION + "forget_gate.A_log", (_ATTENTION + "A_log",), also="heads"),
     Rule(_ATTENTION + "forget_gate.dt_bias", (_ATTENTION + "dt_bias",)),
@@ -165,18 +176,16 @@ _SCALE_SUFFIX = "_scale_inv"
 _NUMBERED = re.compile(r"layers\.(0|[1-9][0-9]*)\.(?:(mlp\.experts\.)(0|[1-9][0-9]*)\.)?")
 _FLOATS = ("BF16", "F16", "F32")
 _FP8 = "F8_E4M3"
+_AS_STORED = "FP8 at rest keeps what is stored, and quantises nothing"
 _FOREIGN_SUFFIXES = (".weight_packed", ".weight_scale", ".weight_scale_2", ".qweight")
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Part of a stored tensor and where it goes; `size` steps from `source_start` of `axis`.
-
-    Axis 0 goes to rows [target_start, target_start + size) of the leaf; axis 1 fills all of it.
-    """
+    """Rows [source_start, source_start + size) of a stored tensor, and where they go: to as many
+    rows of a leaf from `target_start` on. Both are taken as matrices (see `leaves.as_matrix`)."""
 
     leaf: str
-    axis: int
     source_start: int
     size: int
     target_start: int
@@ -184,16 +193,19 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A stored tensor that fills leaves, with its factors where it is FP8.
+    """A stored tensor that fills leaves.
 
-    `view` is the shape in which `pieces` are counted: it has as many dimensions as the leaves.
+    Attributes:
+      source: the tensor.
+      pieces: all of its rows, each once.
+      scale, block: of FP8 codes that become other numbers, their factors and the block of one
+        factor. None for FP8 that stays as it is: its factors then fill a leaf of their own.
     """
 
     source: TensorInfo
-    scale: TensorInfo | None
-    block: tuple[int, int] | None
-    view: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    scale: TensorInfo | None = None
+    block: tuple[int, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,6 +230,11 @@ class Plan:
     kept: tuple[Kept, ...]
 
 
+def scale_leaf(leaf: str) -> str:
+    """Path of the leaf with the factors of an FP8 leaf."""
+    return leaf + _SCALE_SUFFIX
+
+
 def plan(
     tensors: Iterable[TensorInfo],
     config: Glm5NextConfig,
@@ -231,7 +248,9 @@ def plan(
     Args:
       tensors: what the checkpoint holds; names may repeat, which is an error to report.
       config: the model's configuration.
-      specs: shape of every leaf by dotted path (`glm5next_jax.model.param_specs(config)`).
+      specs: shape and dtype of every leaf by dotted path (`glm5next_jax.model.param_specs`). A leaf
+        of dtype float8_e4m3fn takes FP8 codes as they are stored, and `scale_leaf(path)` beside it
+        their factors; any other takes the numbers that codes mean.
       weight_block_size: FP8 block of `quantization_config`.
       origin: what to call the checkpoint in an error.
 
@@ -240,7 +259,8 @@ def plan(
 
     Raises:
       CheckpointError: any tensor unknown, missing, stored twice, or of a wrong shape or dtype; FP8
-        codes without factors or the reverse. All of them are in the one report.
+        codes without factors or the reverse; other weights, or other blocks, than an FP8 leaf
+        takes. All of them are in the one report.
     """
     return _Planner(config, specs, weight_block_size).run(tensors, origin)
 
@@ -254,9 +274,17 @@ class _Planner:
         self.kept: list[Kept] = []
         # Per leaf, the parts in which it can be filled (experts, blocks of rows, or the whole), as
         # (name, rows), and who fills each.
-        self.slots = {leaf: self.slots_of(leaf) for leaf in specs}
+        self.at_rest = {
+            leaf for leaf, spec in specs.items() if spec.dtype == ml_dtypes.float8_e4m3fn
+        }
+        factors = {scale_leaf(leaf) for leaf in self.at_rest}
+        self.slots = {leaf: self.slots_of(leaf) for leaf in specs if leaf not in factors}
         self.owners: dict[str, list[TensorInfo | None]] = {
             leaf: [None] * len(slots) for leaf, slots in self.slots.items()
+        }
+        self.starts = {
+            leaf: list(itertools.accumulate((rows for _, rows in slots), initial=0))
+            for leaf, slots in self.slots.items()
         }
 
     def run(self, tensors: Iterable[TensorInfo], origin: str) -> Plan:
@@ -297,13 +325,13 @@ class _Planner:
         self.failures.append(Failure(kind, info.file, info.name, found, expected))
 
     def slots_of(self, leaf: str) -> Sequence[tuple[str, int]]:
-        rows = self.specs[leaf].shape[0]
+        shape = self.specs[leaf].shape
         generic = _NUMBERED.sub("layers.{L}.", leaf, count=1)
         if generic in self.segments:
             return self.segments[generic]
         if generic.startswith(_EXPERTS):
-            return [(str(expert), 1) for expert in range(rows)]
-        return [("", rows)]
+            return [(str(expert), shape[1]) for expert in range(shape[0])]
+        return [("", as_matrix(shape)[0])]
 
     def place(self, info: TensorInfo, scale: TensorInfo | None) -> None:
         """Accounts for one stored tensor and its scale."""
@@ -358,69 +386,84 @@ class _Planner:
 
     def fill(self, info, scale, rule: Rule, leaves: list[str], expert: int | None) -> None:
         """Checks shape and dtype of a tensor that matches `rule`, and claims its slots."""
-        pieces, shapes, start, claimed = [], [], 0, True
+        parts = []  # of each leaf: its first row, and how many
+        taken = ""
         for target, leaf in zip(rule.targets, leaves, strict=True):
-            leaf_shape = tuple(self.specs[leaf].shape)
             part = target.partition("[")[2].removesuffix("]")
             slots = self.slots[leaf]
+            first, last = 0, len(slots)
             if part == "{E}":
                 assert expert is not None
                 if expert >= len(slots):
                     self.fail("layer", info, f"expert {expert}", f"experts below {len(slots)}")
                     return
-                first, last, offset, rows = expert, expert + 1, expert, 1
+                first, last = expert, expert + 1
             elif part:
                 first = [name for name, _ in slots].index(part)
-                offset = sum(size for _, size in slots[:first])
-                last, rows = first + 1, slots[first][1]
-            else:
-                first, last, offset, rows = 0, len(slots), 0, leaf_shape[0]
-            claimed &= self.claim(info, leaf, first, last)
-            size = rows if rule.axis == 0 else leaf_shape[rule.axis]
-            pieces.append(Piece(leaf, rule.axis, start, size, offset))
-            shapes.append((rows, *leaf_shape[1:]))
-            start += size
+                last = first + 1
+            taken = self.claim(info, leaf, first, last) or taken
+            start, stop = self.starts[leaf][first], self.starts[leaf][last]
+            parts.append((leaf, start, stop - start))
 
-        view = list(shapes[0])
-        view[rule.axis] = start
-        accepted = self.accepted_shapes(rule, tuple(view), "{E}" in rule.source)
-        ok = claimed
+        if taken:
+            self.fail("duplicate", info, taken, "one source")
+        accepted = self.accepted_shapes(rule, parts)
+        ok = not taken
         if tuple(info.shape) not in accepted:
             wanted = " or ".join(str(list(shape)) for shape in accepted)
             self.fail("shape", info, f"shape {list(info.shape)}", wanted)
             ok = False
-        if info.dtype not in (*_FLOATS, _FP8):
+        at_rest = not self.at_rest.isdisjoint(leaves)
+        if at_rest and info.dtype != _FP8:
+            self.fail("dtype", info, f"dtype {info.dtype}", f"{_FP8}: {_AS_STORED}")
+            ok = False
+        elif info.dtype not in (*_FLOATS, _FP8):
             self.fail("dtype", info, f"dtype {info.dtype}", f"{', '.join(_FLOATS)} or {_FP8}")
             ok = False
         block = self.check_scale(info, scale)
-        if ok:
-            self.entries.append(Entry(info, scale, block, tuple(view), tuple(pieces)))
+        if not ok:
+            return
+        pieces = _pieces(rule, parts, self.specs)
+        if not at_rest:
+            self.entries.append(Entry(info, pieces, scale, block))
+        elif scale is not None and block is not None:
+            factors = _factor_pieces(pieces, info, block, self.specs)
+            if factors is None:
+                rows, columns = quantized.BLOCK_SHAPE
+                expected = f"whole blocks of {rows} x {columns} for every weight: {_AS_STORED}"
+                self.fail("scale", scale, f"blocks of {block[0]} x {block[1]}", expected)
+            else:
+                self.entries += [Entry(info, pieces), Entry(scale, factors)]
 
-    def claim(self, info: TensorInfo, leaf: str, first: int, last: int) -> bool:
-        """Marks slots as filled by `info`; reports the first that already is."""
+    def claim(self, info: TensorInfo, leaf: str, first: int, last: int) -> str:
+        """Marks slots as filled by `info`; returns who fills the first that already is, or ""."""
         owners = self.owners[leaf]
         taken = next((owner for owner in owners[first:last] if owner is not None), None)
         for slot in range(first, last):
             owners[slot] = owners[slot] or info
         if taken is None:
-            return True
-        where = f"{taken.name} in {taken.file}"
-        self.fail("duplicate", info, f"a part of {leaf} that {where} fills already", "one source")
-        return False
+            return ""
+        return f"a part of {leaf} that {taken.name} in {taken.file} fills already"
 
     def accepted_shapes(
-        self, rule: Rule, view: tuple[int, ...], is_expert: bool
+        self, rule: Rule, parts: Sequence[tuple[str, int, int]]
     ) -> list[tuple[int, ...]]:
-        if is_expert:
-            return [view[1:]]
+        leaf, _, rows = parts[0]
+        shape = tuple(self.specs[leaf].shape)
+        total = sum(rows for _, _, rows in parts)
+        if rule.axis == 1:
+            return [(shape[0], total // shape[0], *shape[2:])]
+        if len(shape) == 3 and "{E}" not in rule.source and rule.source.startswith(_EXPERTS):
+            return [shape]
+        if len(shape) < 2:
+            return [(total,), (1, 1, total, 1)] if rule.also == "heads" else [(total,)]
+        columns = shape[-1]
         match rule.also:
             case "conv":
-                return [(view[0], 1, view[1]), view]
-            case "heads":
-                return [view, (1, 1, view[0], 1)]
+                return [(total, 1, columns), (total, columns)]
             case "pair":
-                return [(2, view[0] // 2, view[1])]
-        return [view]
+                return [(2, total // 2, columns)]
+        return [(total, columns)]
 
     def check_scale(self, info: TensorInfo, scale: TensorInfo | None) -> tuple[int, int] | None:
         """Whether FP8 codes have factors that belong to them; their block, or None."""
@@ -464,7 +507,8 @@ class _Planner:
                 first = max(last, first + 1)
 
     def report_run(self, leaf: str, slots: Sequence[tuple[str, int]], prefix: str) -> None:
-        shape = (slots[0][1], *self.specs[leaf].shape[1:])
+        leaf_shape = tuple(self.specs[leaf].shape)
+        shape = (slots[0][1], *leaf_shape[-1:]) if len(leaf_shape) > 1 else leaf_shape
         match = _NUMBERED.match(leaf)
         generic = _NUMBERED.sub("layers.{L}.", leaf, count=1)
         part = "{E}" if generic.startswith(_EXPERTS) else slots[0][0]
@@ -473,7 +517,6 @@ class _Planner:
             target = f"{generic}[{slot if part != '{E}' else '{E}'}]" if slot else generic
             names.append(_RELEASED_SOURCE[target].replace("{L}", match[1] if match else ""))
         if part == "{E}":
-            shape = shape[1:]
             first, last = slots[0][0], slots[-1][0]
             experts = first if first == last else f"{{{first}..{last}}}"
             names = [names[0].replace("{E}", experts)]
@@ -484,15 +527,61 @@ class _Planner:
             )
 
 
+def _pieces(
+    rule: Rule, parts: Sequence[tuple[str, int, int]], specs: Mapping[str, Any]
+) -> tuple[Piece, ...]:
+    """Parts (leaf, its first row, rows) that follow each other in one stored tensor.
+
+    Along axis 1 of stacked matrices they follow each other within each matrix.
+    """
+    matrices = specs[parts[0][0]].shape[0] if rule.axis == 1 else 1
+    pieces, start = [], 0
+    for matrix in range(matrices):
+        for leaf, first, rows in parts:
+            height = rows // matrices
+            pieces.append(Piece(leaf, start, height, first + matrix * height))
+            start += height
+    return tuple(pieces)
+
+
+def _factor_pieces(
+    pieces: Sequence[Piece], codes: TensorInfo, block: tuple[int, int], specs: Mapping[str, Any]
+) -> tuple[Piece, ...] | None:
+    """Where the factors of `codes` go when the codes go where `pieces` says.
+
+    None if blocks are not those of an FP8 leaf, or one block would go to two leaves.
+    """
+    if block != quantized.BLOCK_SHAPE:
+        return None
+    rows = block[0]
+
+    def block_row(row: int, height: int) -> int | None:
+        """The row of factors that begins at this row of matrices `height` high."""
+        matrix, row = divmod(row, height)
+        return None if row % rows else matrix * math.ceil(height / rows) + row // rows
+
+    factors = []
+    for piece in pieces:
+        ends = []
+        for start, height in (
+            (piece.source_start, codes.shape[-2]),
+            (piece.target_start, specs[piece.leaf].shape[-2]),
+        ):
+            first = block_row(start, height)
+            last = block_row(start + piece.size, height)
+            if first is None or last is None:
+                return None
+            ends.append((first, last - first))
+        (source, size), (target, _) = ends
+        factors.append(Piece(scale_leaf(piece.leaf), source, size, target))
+    return tuple(factors)
+
+
 def _segments(config: Glm5NextConfig) -> dict[str, list[tuple[str, int]]]:
     """Rows of the leaves that hold several projections under each other, in order."""
     heads, width, dim = config.linear_num_heads, config.linear_head_dim, config.linear_dim
-    return {
-        _PROJECTIONS: [
-            ("q", dim), ("k", dim), ("v", dim), ("b", heads), ("f_a", width), ("g_a", width),
-        ],
-        _CONV: [("q", dim), ("k", dim), ("v", dim)],
-    }  # fmt: skip
+    qkv = [("q", dim), ("k", dim), ("v", dim)]
+    return {_QKV: qkv, _BFG_A: [("b", heads), ("f_a", width), ("g_a", width)], _CONV: qkv}
 
 
 def _without_prefix(name: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 
@@ -44,13 +46,33 @@ def free_host_bytes() -> int | None:
     return min(free) if free else None
 
 
-def free_device_bytes() -> tuple[int | None, str]:
-    """(bytes free where the first device keeps arrays, None if unknown; a name for that place)."""
-    device = jax.local_devices()[0]
-    if device.platform == "cpu":
-        return free_host_bytes(), "in host memory"
+def require_free_on_devices(needed: Mapping[Any, int], what: str) -> None:
+    """Refuses what cannot fit on a device; CPU devices share the host's memory.
+
+    Args:
+      needed: bytes per device of this process; None is the default device.
+      what: needs them.
+
+    Raises:
+      MemoryError: more is needed than is free; the message has both numbers, and the device.
+    """
+    shared, num_shared = 0, 0
+    for device, num_bytes in needed.items():
+        device = jax.local_devices()[0] if device is None else device
+        if device.platform == "cpu":
+            shared += num_bytes
+            num_shared += 1
+        else:
+            require_free(num_bytes, what, *free_device_bytes(device))
+    if num_shared:
+        count = f", which {num_shared} CPU devices share" if num_shared > 1 else ""
+        require_free(shared, what, free_host_bytes(), f"in host memory{count}")
+
+
+def free_device_bytes(device: Any) -> tuple[int | None, str]:
+    """(bytes free on an accelerator, None if unknown; a name for that place)."""
     stats = device.memory_stats()
-    place = f"on {device.device_kind}"
+    place = f"on device {device.id} ({device.device_kind})"
     if not stats or "bytes_limit" not in stats:
         return None, place
     return stats["bytes_limit"] - stats.get("bytes_in_use", 0), place

@@ -2,7 +2,7 @@
 
 config.json          the configuration, in the released form
 glm5next_jax.json    what marks the directory as converted: format, version, dtypes
-weights/             Orbax PyTree {leaf path: array}
+weights/             Orbax PyTree {leaf path: array}, in chunks of a few MB for shards to read
 unused/              safetensors files with the tensors that no leaf takes, bytes as they were
 tokenizer.json, …    copied
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pathlib
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,10 +20,12 @@ from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 from etils import epath
 
-from glm5next_jax.checkpoint.assemble import non_finite_count
+from glm5next_jax.checkpoint import leaves as leaves_
 from glm5next_jax.checkpoint.errors import CheckpointError, Failure
+from glm5next_jax.checkpoint.leaves import Faults, LeafReader, Part, Tile
 from glm5next_jax.checkpoint.safetensors_reader import (
     SafetensorsDirectory,
     TensorInfo,
@@ -31,7 +34,7 @@ from glm5next_jax.checkpoint.safetensors_reader import (
 from glm5next_jax.config import Glm5NextConfig
 
 FORMAT = "glm5next-jax"
-VERSION = 1
+VERSION = 2  # 2: q, k and v of linear attention stacked; chunks
 HEADER_NAME = "glm5next_jax.json"
 WEIGHTS_NAME = "weights"
 UNUSED_NAME = "unused"
@@ -41,6 +44,7 @@ COPIED_NAMES = (
     "generation_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
     "processor_config.json",
 )  # fmt: skip
+_CHUNK_BYTES = 2 << 20  # compressed, and decoded, as one
 _SHARD_BYTES = 5_000_000_000
 _COPY_BYTES = 16 << 20
 
@@ -75,8 +79,14 @@ def write(
       unused: stored tensors to carry along.
       progress: called with the number of bytes of unused tensors just written.
     """
+    chunks = {
+        # An expert is a chunk, or some.
+        path: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,) if leaf.ndim > 2 else ())
+        for path, leaf in leaves.items()
+    }
     with _checkpointer() as checkpointer:
-        checkpointer.save(directory / WEIGHTS_NAME, args=ocp.args.PyTreeSave(dict(leaves)))
+        args = ocp.args.PyTreeSave(dict(leaves), save_args=chunks)
+        checkpointer.save(directory / WEIGHTS_NAME, args=args)
     _write_unused(directory / UNUSED_NAME, source, unused, progress)
     for name in COPIED_NAMES:
         if (source.path / name).exists():
@@ -104,17 +114,38 @@ def check_header(directory: epath.Path) -> None:
         raise CheckpointError(f"{directory}: no {WEIGHTS_NAME}/ in this converted checkpoint")
 
 
-def read(
-    directory: epath.Path, specs: Mapping[str, Any], *, check_finite: bool = True
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (path, array) for every leaf, in the dtype it was written in.
+class ConvertedLeaves(LeafReader):
+    """Leaves of a converted directory.
+
+    Orbax restores whole arrays, with several copies of them on the host. Here its arrays are read
+    as what they are, zarr arrays in an OCDBT database, chunk by chunk into the shards' memory.
+
+    Args:
+      directory: where.
+      specs: shape, and dtype to give, of every leaf.
+      check_finite: whether `finish` refuses NaN and infinity.
+      progress: called with the number of bytes just read.
 
     Raises:
-      CheckpointError: leaves are missing, unknown, or of a wrong shape; or a value is not finite.
+      CheckpointError: leaves are missing, unknown, or of a wrong shape.
     """
-    weights = absolute(directory) / WEIGHTS_NAME
-    with _checkpointer() as checkpointer:
-        stored = checkpointer.metadata(weights).item_metadata.tree
+
+    def __init__(
+        self,
+        directory: epath.Path,
+        specs: Mapping[str, Any],
+        *,
+        check_finite: bool = True,
+        progress: Callable[[int], object] = lambda num_bytes: None,
+    ):
+        self._directory = directory
+        self._weights = absolute(directory) / WEIGHTS_NAME
+        with _checkpointer() as checkpointer:
+            metadata = checkpointer.metadata(self._weights).item_metadata
+        if metadata is None:
+            failure = Failure("file", WEIGHTS_NAME, "", "nothing readable", "a list of arrays")
+            raise CheckpointError(f"{directory}: damaged", [failure])
+        stored = metadata.tree
         failures = [
             Failure("missing", WEIGHTS_NAME, path, "no such leaf", f"shape {list(spec.shape)}")
             for path, spec in specs.items()
@@ -128,18 +159,107 @@ def read(
                 failures.append(Failure("shape", WEIGHTS_NAME, path, *shapes))
         if failures:
             raise CheckpointError(f"{directory}: the leaves do not fit the model", failures)
-        as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
-        leaves = checkpointer.restore(
-            weights, args=ocp.args.PyTreeRestore(restore_args=dict.fromkeys(stored, as_numpy))
+        super().__init__(
+            {path: tuple(spec.shape) for path, spec in specs.items()},
+            {path: np.dtype(spec.dtype) for path, spec in specs.items()},
+            list(specs),
+            check_finite=check_finite,
+            progress=progress,
         )
-    for path in specs:
-        leaf = leaves.pop(path)
-        if check_finite and (bad := non_finite_count(leaf)):
-            found = f"{bad} values that are NaN or infinite"
-            failures.append(Failure("value", WEIGHTS_NAME, path, found, "finite weights"))
-        yield path, leaf
-    if failures:
-        raise CheckpointError(f"{directory}: unusable weights", failures)
+        self._stored = {path: np.dtype(found.dtype) for path, found in stored.items()}
+        # Decoded chunks are used once; the database's own nodes again and again.
+        self._context = tensorstore.Context(
+            {
+                "cache_pool": {"total_bytes_limit": 0},
+                "cache_pool#nodes": {"total_bytes_limit": 16 << 20},
+                "data_copy_concurrency": {"limit": self._num_threads},
+                "file_io_concurrency": {"limit": self._num_threads},
+            }
+        )
+
+    @property
+    def scratch_bytes(self) -> int:
+        # A chunk as it is stored, and decoded.
+        return 2 * _CHUNK_BYTES * self._num_threads + super().scratch_bytes
+
+    @property
+    def _origin(self) -> str:
+        return str(self._directory)
+
+    def _source_bytes(self, leaf: str, start: int, stop: int, columns: int) -> int:
+        return (stop - start) * columns * self._stored[leaf].itemsize
+
+    def _tiles(self, leaf: str, start: int, stop: int, parts: Sequence[Part]) -> Iterator[Tile]:
+        array, axis = self._open(leaf), max(len(self._shapes[leaf]) - 2, 0)
+        height, chunk = self._shapes[leaf][axis], array.chunk_layout.read_chunk.shape
+        assert chunk is not None  # zarr always has them
+        chunk_rows, chunk_columns = chunk[axis] or 1, (*chunk, 1)[axis + 1] or 1
+        width = leaves_.as_matrix(self._shapes[leaf])[1]
+        # One chunk at a time: those in memory are then no more than the threads.
+        for low, high in leaves_.cuts(start, stop, height, 1, chunk_rows):
+            for part in parts:
+                end = part.column + part.out.shape[1]
+                for first, last in leaves_.cuts(part.column, end, width, 1, chunk_columns):
+                    columns = slice(first - part.column, last - part.column)
+                    cut = Part(first, part.out[low - start : high - start, columns])
+                    yield Tile(
+                        cut.out.nbytes,
+                        cut.out.size * self._stored[leaf].itemsize,
+                        lambda low=low, cut=cut: self._fill(leaf, array, low, cut),
+                    )
+
+    def _fill(
+        self, leaf: str, array: tensorstore.TensorStore, start: int, part: Part
+    ) -> Faults | None:
+        """Reads some rows of one matrix, and some columns, straight into their place.
+
+        Runs in a thread.
+        """
+        shape, (rows, columns) = self._shapes[leaf], part.out.shape
+        if len(shape) > 1:
+            matrix, row = divmod(start, shape[-2])
+            lead = np.unravel_index(matrix, shape[:-2]) if len(shape) > 2 else ()
+            area = (*map(int, lead), slice(row, row + rows))
+            area = array[(*area, slice(part.column, part.column + columns))]
+        else:
+            area = array[start : start + rows]
+        as_stored = part.out.dtype == self._stored[leaf]
+        out = part.out if as_stored else np.empty(part.out.shape, self._stored[leaf])
+        target = out if len(shape) > 1 else out.reshape(-1)
+        try:
+            tensorstore.array(target).write(area.translate_to[(0,) * target.ndim]).result()
+        except (ValueError, OSError, KeyError) as error:
+            raise self._damaged(leaf, error) from None
+        if not as_stored:
+            with np.errstate(over="ignore", invalid="ignore"):  # counted, and reported by name
+                np.copyto(part.out, out, casting="unsafe")
+        num_bad = leaves_.non_finite_count(part.out) if self.check_finite else 0
+        return Faults(leaf, num_bad) if num_bad else None
+
+    def _open(self, leaf: str) -> tensorstore.TensorStore:
+        url = os.fspath(self._weights)
+        spec = {
+            "driver": "zarr",
+            "kvstore": {
+                "driver": "ocdbt",
+                "base": url if "://" in url else pathlib.Path(url).as_uri(),
+                "path": f"{leaf}/",
+                "cache_pool": "cache_pool#nodes",
+            },
+        }
+        try:
+            return tensorstore.open(spec, open=True, read=True, context=self._context).result()
+        except (ValueError, OSError, KeyError) as error:
+            raise self._damaged(leaf, error) from None
+
+    def _damaged(self, leaf: str, error: Exception) -> CheckpointError:
+        found = str(error).partition(" [tensorstore_spec=")[0]
+        failure = Failure("file", WEIGHTS_NAME, leaf, found, "readable chunks")
+        return CheckpointError(f"{self._directory}: damaged", [failure])
+
+    def _failure(self, source: str, counts: Sequence[int]) -> Failure:
+        found = f"{counts[0]} values that are NaN or infinite"
+        return Failure("value", WEIGHTS_NAME, source, found, "finite weights")
 
 
 def unused_tensors(directory: epath.Path) -> SafetensorsDirectory | None:

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import math
 
-import ml_dtypes
 import numpy as np
 
 BLOCK_SHAPE = (128, 128)
 
-# Every code's value, NaN for 0x7f and 0xff: a look-up is several times faster than astype.
-_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+MAX_VALUE = np.float32(448)  # the largest of a code
+
+_SIGN_EXPONENT_MANTISSA = np.array(0x87F00000, np.uint32).view(np.int32)
+_BIAS = np.float32(2.0 ** (127 - 7))
+
+# Elements that are worked on at once: few enough that they stay in a core's cache.
+_STEP_ELEMENTS = 1 << 18
 
 
 def block_shape(
@@ -52,6 +56,7 @@ def dequantize(
     dtype: np.dtype | type,
     *,
     block: tuple[int, int] = BLOCK_SHAPE,
+    origin: tuple[int, int] = (0, 0),
     out: np.ndarray | None = None,
 ) -> np.ndarray:
     """Weights of FP8 codes: the float32 product of code and factor, rounded once to `dtype`.
@@ -61,6 +66,7 @@ def dequantize(
       scale: [..., row blocks, column blocks]; used in float32.
       dtype: bfloat16 (round to nearest even) or float32 (the product itself).
       block: rows and columns of one block; the last blocks may be partial.
+      origin: row and column of the first code within its block, for codes cut out of larger ones.
       out: array of codes' shape and of `dtype` to write into.
 
     Returns:
@@ -70,23 +76,54 @@ def dequantize(
       ValueError: `scale` does not have one factor per block.
     """
     codes = codes.view(np.uint8)
-    grid = tuple(math.ceil(n / b) for n, b in zip(codes.shape[-2:], block, strict=True))
+    grid = tuple(
+        math.ceil((first + n) / b)
+        for first, n, b in zip(origin, codes.shape[-2:], block, strict=True)
+    )
     if codes.shape[:-2] + grid != scale.shape:
         raise ValueError(f"{scale.shape=} does not give one factor per {block=} of {codes.shape=}")
     if out is None:
         out = np.empty(codes.shape, dtype)
     scale = scale.astype(np.float32)
     rows, columns = block
+    num_rows, num_columns = codes.shape[-2:]
+    step = max(1, _STEP_ELEMENTS // max(num_columns, 1))
     with np.errstate(over="ignore", invalid="ignore"):  # infinities are for the caller to report
         for lead in np.ndindex(codes.shape[:-2]):
-            # One factor per column; repeat() ends in a whole block, which the edge may cut.
-            factors = np.repeat(scale[lead], columns, axis=-1)[:, : codes.shape[-1]]
-            for index, start in enumerate(range(0, codes.shape[-2], rows)):
-                stop = start + rows
-                out[lead][start:stop] = _VALUES[codes[lead][start:stop]] * factors[index]
+            # One factor per column; the first and the last block may be cut.
+            factors = np.repeat(scale[lead], columns, axis=-1)
+            factors = factors[:, origin[1] : origin[1] + num_columns]
+            start = 0
+            while start < num_rows:
+                index, row = divmod(origin[0] + start, rows)
+                stop = min(start + step, start + rows - row, num_rows)
+                product = _values(codes[lead][start:stop])
+                product *= factors[index]
+                np.copyto(out[lead][start:stop], product, casting="unsafe")
+                start = stop
     return out
+
+
+def _values(codes: np.ndarray) -> np.ndarray:
+    """The float32 numbers of e4m3 codes [rows, columns].
+
+    Sign, exponent and mantissa have the order that they have in float32. Put in its places they
+    make the number times 2^(7 - 127), subnormal ones included, and a power of two multiplies
+    exactly. This takes a third of the time of a look-up.
+    """
+    values = np.empty(codes.shape, np.float32)
+    bits = values.view(np.int32)
+    np.left_shift(codes.view(np.int8), 20, out=bits, dtype=np.int32)  # repeats the sign above
+    np.bitwise_and(bits, _SIGN_EXPONENT_MANTISSA, out=bits)
+    values *= _BIAS
+    if count_nan_codes(codes):
+        values[(codes & 0x7F) == 0x7F] = np.nan
+    return values
 
 
 def count_nan_codes(codes: np.ndarray) -> int:
     """How many e4m3 codes are NaN (0x7f and 0xff); the format has no infinities."""
-    return int(np.count_nonzero((codes.view(np.uint8) & 0x7F) == 0x7F))
+    magnitude = codes.view(np.uint8) & 0x7F
+    if magnitude.max(initial=0) < 0x7F:
+        return 0
+    return int(np.count_nonzero(magnitude == 0x7F))

@@ -1,5 +1,6 @@
 """Lazy reading of a directory of safetensors files: headers first, then tensors or rows of them.
 
+Tensors are read at positions, by any number of threads at once, into memory that the caller owns.
 Headers are parsed here rather than by the safetensors package because its NumPy side knows neither
 bfloat16 nor FP8 in every version, and because a damaged download should be named by file and byte.
 """
@@ -13,6 +14,7 @@ import math
 import os
 import pathlib
 import re
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -43,6 +45,8 @@ DTYPES: dict[str, np.dtype] = {
 }
 _MAX_HEADER = 100_000_000  # the limit of the format
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+# Between the parts of two rows that are wanted. Shorter gaps are read: disks give whole pages.
+_MAX_GAP_BYTES = 4 << 10
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -93,7 +97,8 @@ class SafetensorsDirectory:
         self.path = existing_directory(path)
         self.tensors: tuple[TensorInfo, ...]
         self._stack = contextlib.ExitStack()
-        self._handles: dict[str, Any] = {}
+        self._files: dict[str, _LocalFile | _RemoteFile] = {}
+        self._lock = threading.Lock()
 
         failures: list[Failure] = []
         files, weight_map = _list_files(self.path, failures)
@@ -114,7 +119,7 @@ class SafetensorsDirectory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._handles.clear()
+        self._files.clear()
         self._stack.close()
 
     def read(self, info: TensorInfo, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -131,21 +136,87 @@ class SafetensorsDirectory:
         shape = (stop - start, *info.shape[1:]) if info.shape else ()
         array = np.empty(shape, DTYPES[info.dtype])
         row_bytes = info.num_bytes // rows if rows else 0
-        if info.file not in self._handles:
-            self._handles[info.file] = self._stack.enter_context((self.path / info.file).open("rb"))
-        handle = self._handles[info.file]
-        handle.seek(info.offset + start * row_bytes)
-        got = 0
-        octets = array.reshape(-1).view(np.uint8)
-        while got < array.nbytes:
-            count = handle.readinto(octets[got:])
+        self.read_bytes(info, start * row_bytes, array)
+        return array
+
+    def read_rectangle(
+        self, info: TensorInfo, width: int, start: int, column: int, out: np.ndarray
+    ) -> None:
+        """Part of a tensor whose elements are taken as a matrix `width` columns wide.
+
+        Fills out [rows, columns], C-contiguous and of the stored dtype, from row `start` and column
+        `column` on. Whole rows are one read. Of rows cut by columns, each part is read by itself
+        where the gaps are long enough to be worth skipping.
+
+        Raises:
+          CheckpointError: the file ends early (it changed after its header was read).
+        """
+        rows, columns = out.shape
+        size = out.dtype.itemsize
+        if columns == width:
+            self.read_bytes(info, start * width * size, out)
+        elif (width - columns) * size > _MAX_GAP_BYTES:
+            for row in range(rows):
+                self.read_bytes(info, ((start + row) * width + column) * size, out[row])
+        else:
+            whole = np.empty((rows, width), out.dtype)
+            self.read_bytes(info, start * width * size, whole)
+            np.copyto(out, whole[:, column : column + columns])
+
+    def read_bytes(self, info: TensorInfo, begin: int, out: np.ndarray) -> None:
+        """Fills the C-contiguous `out` with a tensor's bytes from its byte `begin` on.
+
+        Raises:
+          CheckpointError: the file ends early (it changed after its header was read).
+        """
+        octets, got = out.reshape(-1).view(np.uint8), 0
+        file = self._files.get(info.file) or self._open(info.file)
+        while got < octets.size:
+            count = file.read_into(octets[got:], info.offset + begin + got)
             if not count:
                 failure = Failure(
-                    "file", info.file, info.name, f"{got} bytes", f"{array.nbytes} bytes"
+                    "file", info.file, info.name, f"{begin + got} bytes", f"{info.num_bytes} bytes"
                 )
                 raise CheckpointError(f"{self.path}: a file ended early", [failure])
             got += count
-        return array
+
+    def _open(self, name: str) -> _LocalFile | _RemoteFile:
+        with self._lock:
+            if name not in self._files:
+                is_local = "://" not in os.fspath(self.path)
+                file = (_LocalFile if is_local else _RemoteFile)(self.path / name)
+                self._stack.callback(file.close)
+                self._files[name] = file
+            return self._files[name]
+
+
+class _LocalFile:
+    """Reads that say where share one descriptor: there is no position to fight over."""
+
+    def __init__(self, path: epath.Path):
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read_into(self, octets: np.ndarray, position: int) -> int:
+        return os.preadv(self._descriptor, [octets.data], position)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class _RemoteFile:
+    """A URL's handle has one position, so threads take turns."""
+
+    def __init__(self, path: epath.Path):
+        self._handle: Any = path.open("rb")
+        self._lock = threading.Lock()
+
+    def read_into(self, octets: np.ndarray, position: int) -> int:
+        with self._lock:
+            self._handle.seek(position)
+            return self._handle.readinto(octets)
+
+    def close(self) -> None:
+        self._handle.close()
 
 
 def existing_directory(path: str | os.PathLike[str]) -> epath.Path:

@@ -86,11 +86,12 @@ def leaves(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if name.endswith("self_attn.q_proj.weight"):
             stem = name.removesuffix("q_proj.weight")
             pieces = [tensors[f"{TEXT}{stem}{p}_proj.weight"] for p in "q k v b f_a g_a".split()]
-            out[f"{stem}fused_qkvbfg_a_proj.weight"] = np.concatenate(pieces)
+            out[f"{stem}qkv_proj.weight"] = np.stack(pieces[:3])
+            out[f"{stem}fused_bfg_a_proj.weight"] = np.concatenate(pieces[3:])
         elif name.endswith("q_conv1d.weight"):
             stem = name.removesuffix("q_conv1d.weight")
             pieces = [tensors[f"{TEXT}{stem}{p}_conv1d.weight"] for p in "qkv"]
-            out[f"{stem}qkv_conv1d.weight"] = np.concatenate(pieces)[:, 0, :]
+            out[f"{stem}qkv_conv1d.weight"] = np.stack(pieces)[:, :, 0, :]
         elif ".experts.0." in name:
             kind = name.split(".")[-2]
             stem = name.partition(".experts.")[0] + ".experts."

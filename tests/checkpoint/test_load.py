@@ -1,8 +1,11 @@
 """`load`: bit for bit what the files say, whatever their form; and every bad input by name."""
 
+import io
 import json
 import os
+import re
 import shutil
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +13,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from glm5next_jax.checkpoint import CheckpointError, load, memory, native
-from glm5next_jax.checkpoint import assemble as assembling
+from glm5next_jax.checkpoint import (
+    CheckpointError,
+    leaves,
+    load,
+    memory,
+    native,
+    placement,
+    progress_bar,
+)
 from glm5next_jax.checkpoint.safetensors_reader import existing_directory
 from tests.checkpoint import released
 from tests.checkpoint.released import BF16
@@ -145,7 +155,7 @@ def test_fused_fp8(tmp_path, tensors):
 @pytest.mark.parametrize("form", ["released", "in_memory", "fused", "fp8"])
 def test_small_read_blocks_change_nothing(form, tmp_path, tensors, monkeypatch):
     """Tensors larger than one read: a few rows, or one row of FP8 blocks, at a time."""
-    monkeypatch.setattr(assembling, "_BLOCK_BYTES", 300)
+    monkeypatch.setattr(leaves, "TILE_BYTES", 300)
     want = tensors
     given = {"released": tensors, "in_memory": released.in_memory()}.get(form)
     if form == "fused":
@@ -217,7 +227,7 @@ def test_an_end_token_outside_the_vocabulary_is_named(source, monkeypatch):
     file.write_text(json.dumps({"eos_token_id": [3, vocab_size - 1]}))
     assert load(source).eos_token_ids == (3, vocab_size - 1)
     file.write_text(json.dumps({"eos_token_id": [3, vocab_size]}))
-    monkeypatch.setattr(assembling, "assemble", None)  # found before any weight is read
+    monkeypatch.setattr(placement, "place", None)  # found before any weight is read
     with pytest.raises(ValueError) as caught:
         load(source)
     assert str(caught.value) == (
@@ -324,8 +334,6 @@ def test_hub_names_print_the_download_command(tmp_path, monkeypatch):
 
 
 def test_bad_arguments(source):
-    with pytest.raises(NotImplementedError, match="FP8 weights at rest are not available"):
-        load(source, weights="fp8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="weights='int4'; expected one of"):
         load(source, weights="int4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dtype='brain'"):
@@ -337,7 +345,7 @@ def test_bad_arguments(source):
 def test_memory_is_asked_for_before_anything_is_read(source, monkeypatch):
     needed = sum(x.nbytes for x in leaves_of(load(source)).values())
     monkeypatch.setattr(memory, "free_host_bytes", lambda: needed - 1)
-    monkeypatch.setattr(assembling, "assemble", None)  # reading would fail in another way
+    monkeypatch.setattr(placement, "place", None)  # reading would fail in another way
     with pytest.raises(MemoryError, match=rf"\({needed} bytes\).*\({needed - 1} bytes\) are free"):
         load(source)
 
@@ -382,6 +390,39 @@ def test_faulty_converted_directories(tmp_path, tensors):
 
     shutil.rmtree(converted / native.WEIGHTS_NAME)
     assert "no weights/" in str(error_of(converted))
+
+
+def test_damaged_converted_weights_are_named(tmp_path, tensors):
+    converted = write_native(tmp_path / "dst", tensors, tmp_path / "src")
+    files = [p for p in (converted / native.WEIGHTS_NAME).rglob("*") if p.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    (failure,) = error_of(converted).failures
+    assert failure.tensor in released.leaves(tensors) and "Error reading" in failure.found
+    assert "tensorstore_spec" not in failure.found
+
+    os.remove(converted / native.WEIGHTS_NAME / "_METADATA")
+    assert "weights: found nothing readable" in str(error_of(converted))
+
+
+def test_an_earlier_version_is_converted_again(tmp_path, tensors):
+    converted = write_native(tmp_path / "dst", tensors, tmp_path / "src")
+    header = json.loads((converted / native.HEADER_NAME).read_text())
+    (converted / native.HEADER_NAME).write_text(json.dumps(header | {"version": 1}))
+    message = str(error_of(converted))
+    assert "('glm5next-jax', 1)" in message and "convert the released checkpoint again" in message
+
+
+def test_the_bar_counts_bytes_on_the_first_process_alone(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with progress_bar(4000, "loading") as bar:
+        bar.update(1000)
+        bar.refresh()
+    assert re.search(r"loading: +25%.*1.00k/4.00k \[.*<.*B/s\]", stream.getvalue())
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert progress_bar(4000, "loading").disable
 
 
 def test_converted_weights_that_are_not_finite(tmp_path, tensors):

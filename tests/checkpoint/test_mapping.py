@@ -60,14 +60,23 @@ def numel(info) -> int:
     return math.prod(info.shape)
 
 
+def width(specs, entry) -> int:
+    """Columns of the leaves that an entry fills; a vector is a column."""
+    shape = specs[entry.pieces[0].leaf].shape
+    return shape[-1] if len(shape) > 1 else 1
+
+
 def times_filled(plan: mapping.Plan) -> dict[str, np.ndarray]:
-    """How often each element of each leaf is written."""
-    counts = {leaf: np.zeros(spec.shape, np.int32) for leaf, spec in plan.specs.items()}
+    """How often each row of each leaf is written."""
+    counts = {leaf: np.zeros(num_rows(spec.shape), np.int32) for leaf, spec in plan.specs.items()}
     for entry in plan.entries:
         for piece in entry.pieces:
-            rows = slice(piece.target_start, piece.target_start + piece.size)
-            counts[piece.leaf][rows if piece.axis == 0 else slice(None)] += 1
+            counts[piece.leaf][piece.target_start : piece.target_start + piece.size] += 1
     return counts
+
+
+def num_rows(shape) -> int:
+    return math.prod(shape[:-1]) if len(shape) > 1 else shape[0]
 
 
 def test_parameters_of_the_full_model(full_specs):
@@ -91,13 +100,11 @@ def test_every_released_name_is_accounted_for(kind, full_config, full_specs):
         tensors, key=lambda i: i.name
     )
     # Each leaf receives exactly its own number of elements, from sources that are used whole.
-    received = Counter()
     for entry in plan.entries:
-        rest = {axis: numel(entry.source) // n for axis, n in enumerate(entry.view)}
-        assert sum(p.size * rest[p.axis] for p in entry.pieces) == numel(entry.source)
-        for piece in entry.pieces:
-            received[piece.leaf] += piece.size * rest[piece.axis]
-    assert received == {leaf: numel(spec) for leaf, spec in full_specs.items()}
+        assert sum(piece.size for piece in entry.pieces) * width(full_specs, entry) == numel(
+            entry.source
+        )
+    assert all((count == 1).all() for count in times_filled(plan).values())
 
     reasons = Counter(each.reason for each in plan.kept)
     assert reasons == {
@@ -111,24 +118,31 @@ def test_every_released_name_is_accounted_for(kind, full_config, full_specs):
     assert len(scales) == (37338 - 871 if kind == "fp8" else 0)  # layer 45 has 871 of them
 
 
-def test_placement_in_the_fused_projection_of_the_full_model(full_config, full_specs):
+def test_placement_in_stacked_leaves_of_the_full_model(full_config, full_specs):
     plan = mapping.plan(manifest("bf16"), full_config, full_specs)
-    rows = {
-        entry.source.name.split(".")[-2]: (entry.pieces[0].target_start, entry.pieces[0].size)
-        for entry in plan.entries
-        if entry.pieces[0].leaf == "layers.0.self_attn.fused_qkvbfg_a_proj.weight"
+
+    def places(leaf):
+        return {
+            entry.source.name.removeprefix(TEXT): (piece.target_start, piece.size)
+            for entry in plan.entries
+            for piece in entry.pieces
+            if piece.leaf == leaf
+        }
+
+    stem = "layers.0.self_attn."
+    assert places(f"{stem}qkv_proj.weight") == {
+        f"{stem}{part}_proj.weight": (i * 8192, 8192) for i, part in enumerate("qkv")
     }
-    assert rows == {
-        "q_proj": (0, 8192), "k_proj": (8192, 8192), "v_proj": (16384, 8192),
-        "b_proj": (24576, 64), "f_a_proj": (24640, 128), "g_a_proj": (24768, 128),
-    }  # fmt: skip
-    experts = {
-        entry.source.name: entry.pieces[0].target_start
-        for entry in plan.entries
-        if entry.pieces[0].leaf == "layers.44.mlp.experts.up_proj"
+    assert full_specs[f"{stem}qkv_proj.weight"].shape == (3, 8192, 4096)
+    assert places(f"{stem}fused_bfg_a_proj.weight") == {
+        f"{stem}b_proj.weight": (0, 64),
+        f"{stem}f_a_proj.weight": (64, 128),
+        f"{stem}g_a_proj.weight": (192, 128),
     }
-    stem = f"{TEXT}layers.44.mlp.experts"
-    assert experts == {f"{stem}.{e}.up_proj.weight": e for e in range(288)}
+    stem = "layers.44.mlp.experts."
+    assert places(f"{stem}up_proj") == {
+        f"{stem}{e}.up_proj.weight": (e * 2048, 2048) for e in range(288)
+    }
 
 
 def test_plan_of_the_full_model_is_quick(full_config, full_specs):
@@ -370,7 +384,7 @@ def test_table(tiny_config, tiny_specs):
     experts = next(line for line in lines if line.startswith("layers.3.mlp.experts.gate_proj "))
     assert "float32" in experts and "[8, 16, 64]" in experts and "32.00 KiB" in experts
     assert f"{TEXT}layers.3.mlp.experts.{{0..7}}.gate_proj.weight (F8_E4M3 with scale)" in experts
-    fused = next(line for line in lines if "layers.0.self_attn.fused_qkvbfg_a_proj" in line)
+    fused = next(line for line in lines if "layers.0.self_attn.qkv_proj" in line)
     assert f"{TEXT}layers.0.self_attn.q_proj.weight + …k_proj.weight + …v_proj" in fused
     num_vision = sum("visual" in name for name in tensors)
     assert any(f"{num_vision} tensors" in line and mapping.VISION_REASON in line for line in lines)
