@@ -8,6 +8,7 @@ from glm5next_jax.config import Glm5NextConfig
 from glm5next_jax.forward import forward
 from glm5next_jax.generate import Completion, generate, stream
 from glm5next_jax.sampling import SamplingParams
+from glm5next_jax.sharding import make_mesh, shard
 
 __all__ = [
     "Cache",
@@ -18,5 +19,7 @@ __all__ = [
     "generate",
     "init_cache",
     "load",
+    "make_mesh",
+    "shard",
     "stream",
 ]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
+from glm5next_jax import sharding
 from glm5next_jax.cache import Cache, init_cache
 from glm5next_jax.compilation import record_compilation
 from glm5next_jax.config import Glm5NextConfig
@@ -69,6 +70,7 @@ def forward(model, token_ids, cache=None, num_valid=None, logits="all"):
         raise ValueError(f"expected logits to be one of {_LOGITS_MODES}, got {logits=}")
     if cache is not None:
         _check_cache(model.config, cache, num_valid)
+    sharding.check_batch(num_valid.shape[0], model.mesh)
     leaves, treedef = jax.tree.flatten(model)
     out, new_cache = _forward(leaves, token_ids, cache, num_valid, treedef=treedef, logits=logits)
     return out, new_cache
@@ -80,7 +82,7 @@ def _forward(leaves, token_ids, cache, num_valid, *, treedef, logits: LogitsMode
     record_compilation("forward", B=B, T=T, cached=cache is not None, logits=logits)
     model: Glm5NextForCausalLM = jax.tree.unflatten(treedef, leaves)
     # Without a cache the call works on a throw-away one: one mechanism for both.
-    state = init_cache(model.config, B, T) if cache is None else cache
+    state = init_cache(model.config, B, T, mesh=model.mesh) if cache is None else cache
     hidden, state = model(token_ids, state, num_valid)
     out = None
     if logits == "all":

@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from glm5next_jax import sharding
 from glm5next_jax.cache import Cache, init_cache
 from glm5next_jax.checks import is_int
 from glm5next_jax.compilation import record_compilation
 from glm5next_jax.config import Glm5NextConfig
 from glm5next_jax.forward import last_valid
 from glm5next_jax.model import Glm5NextForCausalLM
-from glm5next_jax.sampling import SamplerState, SamplingParams, chosen_logprobs, sample
+from glm5next_jax.sampling import Array, SamplerState, SamplingParams, chosen_logprobs, sample
 from glm5next_jax.tokenizer import TextStream
 
 _DEFAULT_CHUNK = 512
@@ -68,8 +69,8 @@ class Requests:
     """What a batch was asked for, constant while it runs."""
 
     sampler: SamplerState
-    max_new_tokens: jax.Array  # [B] int32
-    eos_token_ids: jax.Array  # [bucket] int32, -1 where there is none
+    max_new_tokens: Array  # [B] int32
+    eos_token_ids: Array  # [bucket] int32, -1 where there is none
 
 
 @jax.tree_util.register_dataclass
@@ -117,13 +118,13 @@ def generate(
     if not batch.prompts:
         return []
     leaves, treedef = jax.tree.flatten(model)
-    state = _prefill(leaves, *batch.arguments(), treedef=treedef, **batch.buckets())
-    no_limit = jnp.asarray(np.iinfo(np.int32).max, jnp.int32)
-    state = _decode(leaves, state, batch.requests, no_limit, treedef=treedef)
+    inputs, requests = sharding.replicate(batch.arguments(), model.mesh)
+    state = _prefill(leaves, *inputs, treedef=treedef, **batch.buckets())
+    state = _decode(leaves, state, requests, np.int32(np.iinfo(np.int32).max), treedef=treedef)
     token_ids, logprobs, num_new = jax.device_get((state.token_ids, state.logprobs, state.num_new))
     return [
         _completion(model, batch, row, token_ids[row, :n], logprobs[row, :n])
-        for row, n in enumerate(num_new)
+        for row, n in enumerate(num_new[: len(batch.prompts)])
     ]
 
 
@@ -150,10 +151,10 @@ def _stream(
     model: Glm5NextForCausalLM, batch: _Batch, detokenizer: TextStream | None
 ) -> Iterator[StreamEvent]:
     leaves, treedef = jax.tree.flatten(model)
-    state = _prefill(leaves, *batch.arguments(), treedef=treedef, **batch.buckets())
-    one_step = jnp.asarray(1, jnp.int32)
+    inputs, requests = sharding.replicate(batch.arguments(), model.mesh)
+    state = _prefill(leaves, *inputs, treedef=treedef, **batch.buckets())
     for i in range(batch.max_new_tokens[0]):
-        state = _decode(leaves, state, batch.requests, one_step, treedef=treedef)
+        state = _decode(leaves, state, requests, np.int32(1), treedef=treedef)
         token, logprob, is_done = jax.device_get(
             (state.token_ids[0, i], state.logprobs[0, i], state.is_done[0])
         )
@@ -175,7 +176,6 @@ def _prefill(
     leaves,
     token_ids: jax.Array,
     num_tokens: jax.Array,
-    requests: Requests,
     *,
     treedef,
     chunk_size: int,
@@ -207,18 +207,23 @@ def _prefill(
         return jax.lax.cond(jnp.any(num_valid > 0), run, lambda *kept: kept, *carry), None
 
     start_state = (
-        init_cache(c, B, capacity),
+        init_cache(c, B, capacity, mesh=model.mesh),
         jnp.zeros((B, c.hidden_size), jnp.dtype(c.dtype)),
     )
     (cache, last), _ = jax.lax.scan(step, start_state, (starts, chunks))
     return DecodeState(
         cache=cache,
-        logits=model.logits(last),
+        logits=_next_logits(model, last),
         token_ids=jnp.zeros((B, new_bucket), jnp.int32),
         logprobs=jnp.zeros((B, new_bucket), jnp.float32),
         num_new=jnp.zeros((B,), jnp.int32),
-        is_done=jnp.zeros((B,), bool),
+        is_done=num_tokens == 0,
     )
+
+
+def _next_logits(model: Glm5NextForCausalLM, hidden: jax.Array) -> jax.Array:
+    """hidden [B, D] -> [B, vocab], whole rows on each device: sampling sorts the vocabulary."""
+    return sharding.constrain(model.logits(hidden), model.mesh, "batch", None)
 
 
 @partial(jax.jit, static_argnames=("treedef",), donate_argnames=("state",))
@@ -242,14 +247,20 @@ def _decode(
         is_eos = jnp.any(token[:, None] == requests.eos_token_ids[None], axis=-1)
         is_done = s.is_done | is_eos | (num_new >= requests.max_new_tokens)
         hidden, cache = model(token[:, None], s.cache, (~is_done).astype(jnp.int32))
-        logits = model.logits(hidden[:, 0])
+        logits = _next_logits(model, hidden[:, 0])
         return steps + 1, DecodeState(cache, logits, token_ids, logprobs, num_new, is_done)
 
     def is_running(loop):
         steps, s = loop
         return (steps < max_steps) & ~jnp.all(s.is_done)
 
-    return jax.lax.while_loop(is_running, step, (jnp.zeros((), jnp.int32), state))[1]
+    state = jax.lax.while_loop(is_running, step, (jnp.zeros((), jnp.int32), state))[1]
+    # What the host reads is whole on every device, and so in every process.
+    whole = [
+        sharding.constrain(x, model.mesh)
+        for x in (state.token_ids, state.logprobs, state.num_new, state.is_done)
+    ]
+    return DecodeState(state.cache, state.logits, *whole)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,14 +272,21 @@ class _Batch:
     sampling: list[SamplingParams]
     eos_token_ids: tuple[int, ...]
     chunk_size: int
-    requests: Requests
+    num_rows: int  # of the device's batch; rows past the prompts are idle
 
-    def arguments(self) -> tuple[jax.Array, jax.Array, Requests]:
-        lengths = np.asarray([len(p) for p in self.prompts], np.int32)
-        padded = np.zeros((len(self.prompts), self._padded_length()), np.int32)
+    def arguments(self) -> tuple[tuple[np.ndarray, np.ndarray], Requests]:
+        """((token_ids, lengths), what was asked for), on the host."""
+        idle = self.num_rows - len(self.prompts)
+        lengths = np.asarray([len(p) for p in self.prompts] + [0] * idle, np.int32)
+        padded = np.zeros((self.num_rows, self._padded_length()), np.int32)
         for row, prompt in enumerate(self.prompts):
             padded[row, : len(prompt)] = prompt
-        return jnp.asarray(padded), jnp.asarray(lengths), self.requests
+        requests = Requests(
+            sampler=SamplerState.from_params(self.sampling + [SamplingParams()] * idle),
+            max_new_tokens=np.asarray(self.max_new_tokens + [0] * idle, np.int32),
+            eos_token_ids=_padded_eos(self.eos_token_ids),
+        )
+        return (padded, lengths), requests
 
     def buckets(self) -> dict[str, int]:
         new_bucket = _bucket(max(self.max_new_tokens))
@@ -322,17 +340,14 @@ def _prepare(
         chunk_size = min(_DEFAULT_CHUNK, _bucket(longest))
     elif not is_int(chunk_size) or chunk_size < 1:
         raise ValueError(f"expected chunk_size to be at least 1, got {chunk_size=}")
+    data_shards = 1 if model.mesh is None else model.mesh.shape[sharding.DATA]
     return _Batch(
         prompts=token_prompts,
         max_new_tokens=limits,
         sampling=params,
         eos_token_ids=eos,
         chunk_size=chunk_size,
-        requests=Requests(
-            sampler=SamplerState.from_params(params),
-            max_new_tokens=jnp.asarray(np.asarray(limits, np.int32)),
-            eos_token_ids=jnp.asarray(_padded_eos(eos)),
-        ),
+        num_rows=-(-n // data_shards) * data_shards,
     )
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from glm5next_jax import sharding
 from glm5next_jax.config import Glm5NextConfig
 from glm5next_jax.linear import Linear, einsum
 from glm5next_jax.norms import LayerNorm
@@ -44,15 +45,27 @@ class KPoolIndexer(nnx.Module):
         length: jax.Array,
         num_valid: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x [B, T, D], q_latent [B, T, Q] -> (pool_ids [B, T, Z] with -1 = none, pools, tail)."""
+        """x [B, T, D], q_latent [B, T, Q] -> (pool_ids [B, T, Z] with -1 = none, pools, tail).
+
+        Keys and pools are on every model shard. Where the shards divide the tokens, each selects
+        for its part of them.
+        """
         c = self.config
         B, T, _ = x.shape
         x, q_latent = jax.lax.stop_gradient((x, q_latent))
-        q = self.wq_b(q_latent).reshape(B, T, c.index_n_heads, c.index_head_dim)
         k = self.k_norm(self.wk(x))
         gate = einsum("btd,fd->btf", x, self.index_kpool_compress_gate[...].astype(x.dtype))
+
+        shards = sharding.num_shards("heads")
+        is_split = T % shards == 0
+        num_queries = T // shards if is_split else T
+        first = sharding.shard_index("heads") * num_queries if is_split else 0
+        x, q_latent = (
+            jax.lax.dynamic_slice_in_dim(part, first, num_queries, axis=1) for part in (x, q_latent)
+        )
+        q = self.wq_b(q_latent).reshape(B, num_queries, c.index_n_heads, c.index_head_dim)
         head_weights = self.weights_proj(x, out_dtype=jnp.float32) * c.index_n_heads**-0.5
-        return kpool_indexer(
+        pool_ids, pools, tail = kpool_indexer(
             q,
             head_weights,
             k,
@@ -63,4 +76,8 @@ class KPoolIndexer(nnx.Module):
             length,
             num_selected=c.num_selected_pools,
             num_valid=num_valid,
+            first_query=first,
         )
+        if is_split:
+            pool_ids = sharding.gather_shards(pool_ids, "heads", dim=1)
+        return pool_ids, pools, tail

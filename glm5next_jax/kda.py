@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from glm5next_jax import sharding
 from glm5next_jax.cache import KdaCache
 from glm5next_jax.config import Glm5NextConfig
-from glm5next_jax.linear import Linear, normal_param
+from glm5next_jax.linear import Linear, einsum, normal_param
 from glm5next_jax.norms import GatedRMSNorm
 from pallas_kernels import chunk_kda, recurrent_kda, short_conv
 
@@ -23,8 +24,8 @@ _RECURRENT_MAX_TOKENS = 8
 class KimiDeltaAttention(nnx.Module):
     """One KDA mixer (model spec, section 5; Kimi Linear, arXiv 2510.26692).
 
-    The projections that read the layer's input are one matrix with rows q | k | v | b | f_a | g_a,
-    so a decode step reads its input once.
+    Two matrices read the layer's input: qkv_proj [3, H·K, D], which a mesh cuts by heads, and
+    fused_bfg_a_proj with rows b | f_a | g_a, small enough for every shard to have it whole.
     """
 
     def __init__(self, config: Glm5NextConfig, *, rngs, dtype):
@@ -32,14 +33,15 @@ class KimiDeltaAttention(nnx.Module):
         W = config.linear_conv_kernel_dim
         std = config.initializer_range
         linear = partial(Linear, rngs=rngs, dtype=dtype, std=std)
-        self.fused_qkvbfg_a_proj = linear(D, 3 * H * K + H + 2 * K)
-        self.qkv_conv1d = ConvWeight(3 * H * K, W, rngs=rngs, std=std)
-        self.f_b_proj = linear(K, H * K)
-        self.g_b_proj = linear(K, H * K)
-        self.A_log = nnx.Param(_init_A_log(config, rngs))
-        self.dt_bias = nnx.Param(_init_dt_bias(config, rngs))
+        self.qkv_proj = QkvProjection(config, rngs=rngs, dtype=dtype)
+        self.fused_bfg_a_proj = linear(D, H + 2 * K)
+        self.qkv_conv1d = ConvWeight(H * K, W, rngs=rngs, std=std)
+        self.f_b_proj = linear(K, H * K, axes=("heads", None))
+        self.g_b_proj = linear(K, H * K, axes=("heads", None))
+        self.A_log = nnx.Param(_init_A_log(config, rngs), axes=("heads",))
+        self.dt_bias = nnx.Param(_init_dt_bias(config, rngs), axes=("heads",))
         self.o_norm = GatedRMSNorm(K, eps=config.rms_norm_eps, dtype=dtype)
-        self.o_proj = linear(H * K, D)
+        self.o_proj = linear(H * K, D, axes=(None, "heads"))
         self.config = config
 
     def __call__(
@@ -48,16 +50,20 @@ class KimiDeltaAttention(nnx.Module):
         """x [B, T, D], num_valid [B] -> (y [B, T, D], the state after the valid tokens)."""
         c = self.config
         B, T, _ = x.shape
-        H, K = c.linear_num_heads, c.linear_head_dim
+        H, K, W = self.A_log.shape[0], c.linear_head_dim, c.linear_conv_kernel_dim
+        qkv = self.qkv_proj(x)  # [B, T, 3, H·K]
         # Float32 out: beta's rounding would compound through the recurrence.
-        projected = self.fused_qkvbfg_a_proj(x, out_dtype=jnp.float32)
-        ends = [3 * H * K, 3 * H * K + H, 3 * H * K + H + K]
-        qkv, beta_logits, f_a, g_a = jnp.split(projected, ends, axis=-1)
-        qkv, f_a, g_a = (a.astype(x.dtype) for a in (qkv, f_a, g_a))
+        bfg_a = self.fused_bfg_a_proj(x, out_dtype=jnp.float32)
+        beta_logits, f_a, g_a = jnp.split(bfg_a, [c.linear_num_heads, c.linear_num_heads + K], -1)
+        first = sharding.shard_index("heads") * H
+        beta_logits = jax.lax.dynamic_slice_in_dim(beta_logits, first, H, axis=2)
 
         with jax.named_scope("short_conv"):
             qkv, conv_state = short_conv(
-                qkv, self.qkv_conv1d.weight[...], cache.conv_state, num_valid=num_valid
+                qkv.reshape(B, T, 3 * H * K),
+                self.qkv_conv1d.weight[...].reshape(3 * H * K, W),
+                cache.conv_state.reshape(B, W - 1, 3 * H * K),
+                num_valid=num_valid,
             )
         q, k, v = (a.reshape(B, T, H, K) for a in jnp.split(qkv, 3, axis=-1))
         kda = recurrent_kda if T <= _RECURRENT_MAX_TOKENS else chunk_kda
@@ -66,7 +72,7 @@ class KimiDeltaAttention(nnx.Module):
                 q,
                 k,
                 v,
-                self.f_b_proj(f_a).reshape(B, T, H, K),
+                self.f_b_proj(f_a.astype(x.dtype)).reshape(B, T, H, K),
                 beta_logits,
                 self.A_log[...],
                 self.dt_bias[...],
@@ -74,16 +80,31 @@ class KimiDeltaAttention(nnx.Module):
                 lower_bound=c.linear_lower_bound,
                 num_valid=num_valid,
             )
-        o = self.o_norm(o, self.g_b_proj(g_a).reshape(B, T, H, K))
+        o = self.o_norm(o, self.g_b_proj(g_a.astype(x.dtype)).reshape(B, T, H, K))
         y = self.o_proj(o.reshape(B, T, H * K))
-        return y, KdaCache(conv_state, recurrent_state)
+        return y, KdaCache(conv_state.reshape(cache.conv_state.shape), recurrent_state)
+
+
+class QkvProjection(nnx.Module):
+    """weight [3, H·K, D]: q, k and v as one matmul, each cut by heads."""
+
+    def __init__(self, config: Glm5NextConfig, *, rngs, dtype):
+        shape = (3, config.linear_dim, config.hidden_size)
+        self.weight = normal_param(
+            rngs, shape, dtype, config.initializer_range, (None, "heads", None)
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [B, T, D] -> [B, T, 3, H·K]."""
+        return einsum("btd,cfd->btcf", x, self.weight[...].astype(x.dtype))
 
 
 class ConvWeight(nnx.Module):
-    """weight [C, W] float32 of the depthwise causal conv over q | k | v."""
+    """weight [3, H·K, W] float32 of the depthwise causal conv over q, k and v."""
 
     def __init__(self, channels: int, width: int, *, rngs, std: float):
-        self.weight = normal_param(rngs, (channels, width), jnp.float32, std)
+        axes = (None, "heads", None)
+        self.weight = normal_param(rngs, (3, channels, width), jnp.float32, std, axes)
 
 
 def _init_A_log(config: Glm5NextConfig, rngs: nnx.Rngs) -> jax.Array:

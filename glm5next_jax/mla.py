@@ -23,7 +23,7 @@ class MultiHeadLatentAttention(nnx.Module):
     W_v onto the output, so no per-head key or value of a cached token is ever built.
     """
 
-    def __init__(self, config: Glm5NextConfig, *, has_indexer: bool, rngs, dtype):
+    def __init__(self, config: Glm5NextConfig, *, has_indexer: bool, rngs, dtype, fp8: bool):
         D, H, Q, R = (
             config.hidden_size,
             config.num_attention_heads,
@@ -32,15 +32,15 @@ class MultiHeadLatentAttention(nnx.Module):
         )
         K, V = config.qk_nope_head_dim, config.v_head_dim
         linear = partial(Linear, rngs=rngs, dtype=dtype, std=config.initializer_range)
-        biased = partial(linear, use_bias=config.attention_bias)
+        biased = partial(linear, fp8=fp8, use_bias=config.attention_bias)
         norm = partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype)
         self.q_a_proj = biased(D, Q)
         self.q_a_layernorm = norm(Q)
-        self.q_b_proj = linear(Q, H * K)
+        self.q_b_proj = linear(Q, H * K, axes=("heads", None), fp8=fp8)
         self.kv_a_proj_with_mqa = biased(D, R)
         self.kv_a_layernorm = norm(R)
-        self.kv_b_proj = linear(R, H * (K + V))
-        self.o_proj = biased(H * V, D)
+        self.kv_b_proj = linear(R, H * (K + V), axes=("heads", None))
+        self.o_proj = biased(H * V, D, axes=(None, "heads"))
         self.indexer = KPoolIndexer(config, rngs=rngs, dtype=dtype) if has_indexer else None
         self.config = config
 
@@ -58,7 +58,8 @@ class MultiHeadLatentAttention(nnx.Module):
         """
         c = self.config
         B, T, _ = x.shape
-        H, K, V = c.num_attention_heads, c.qk_nope_head_dim, c.v_head_dim
+        K, V = c.qk_nope_head_dim, c.v_head_dim
+        H = self.kv_b_proj.weight.shape[0] // (K + V)  # this shard's heads
         q_latent = self.q_a_layernorm(self.q_a_proj(x))
         q = self.q_b_proj(q_latent).reshape(B, T, H, K)
         new_latent = self.kv_a_layernorm(self.kv_a_proj_with_mqa(x))

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
+from glm5next_jax import sharding
 from glm5next_jax.cache import Cache, DsaCache, KdaCache
 from glm5next_jax.config import Glm5NextConfig
 from glm5next_jax.hyper_connections import HyperConnection
@@ -27,6 +29,7 @@ from glm5next_jax.mla import MultiHeadLatentAttention
 from glm5next_jax.mlp import SwiGLU
 from glm5next_jax.moe import MoE
 from glm5next_jax.norms import RMSNorm
+from glm5next_jax.sharding import AnyMesh
 from glm5next_jax.smear import Smear
 
 if TYPE_CHECKING:
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
 class DecoderLayer(nnx.Module):
     """A mixer and a feed-forward, each between its own pair of hyper-connection steps."""
 
-    def __init__(self, config: Glm5NextConfig, layer: int, *, rngs, dtype):
+    def __init__(self, config: Glm5NextConfig, layer: int, *, rngs, dtype, fp8: bool):
         norm = partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.input_layernorm = norm()
         self.post_attention_layernorm = norm()
@@ -45,11 +48,12 @@ class DecoderLayer(nnx.Module):
         if config.is_kda(layer):
             self.self_attn = KimiDeltaAttention(config, rngs=rngs, dtype=dtype)
         else:
+            has_indexer = config.has_indexer(layer)
             self.self_attn = MultiHeadLatentAttention(
-                config, has_indexer=config.has_indexer(layer), rngs=rngs, dtype=dtype
+                config, has_indexer=has_indexer, rngs=rngs, dtype=dtype, fp8=fp8
             )
         if config.is_moe(layer):
-            self.mlp = MoE(config, rngs=rngs, dtype=dtype)
+            self.mlp = MoE(config, rngs=rngs, dtype=dtype, fp8=fp8)
         else:
             self.mlp = SwiGLU(
                 config.hidden_size,
@@ -58,6 +62,7 @@ class DecoderLayer(nnx.Module):
                 rngs=rngs,
                 dtype=dtype,
                 std=config.initializer_range,
+                fp8=fp8,
             )
 
     def __call__(
@@ -117,9 +122,12 @@ class Glm5NextForCausalLM(nnx.Module):
       tokenizer: the checkpoint's tokenizer, when it has one.
       eos_token_ids: tokens that end a generation: those of the checkpoint's generation_config,
         else of its config.
+      mesh: the devices that its weights are spread over, None for one device (`sharding.shard`,
+        `load(mesh=...)`).
+      fp8: whether the weights of experts, dense feed-forwards and latent attention rest in FP8.
     """
 
-    def __init__(self, config: Glm5NextConfig, *, rngs, param_dtype=None):
+    def __init__(self, config: Glm5NextConfig, *, rngs, param_dtype=None, fp8: bool = False):
         dtype = jnp.dtype(param_dtype or config.dtype)
         std, D = config.initializer_range, config.hidden_size
         self.embed_tokens = Embedding(
@@ -127,15 +135,16 @@ class Glm5NextForCausalLM(nnx.Module):
         )
         self.smear = Smear(rngs=rngs, dtype=dtype, std=std) if config.smear else None
         self.layers = nnx.List(
-            DecoderLayer(config, layer, rngs=rngs, dtype=dtype)
+            DecoderLayer(config, layer, rngs=rngs, dtype=dtype, fp8=fp8)
             for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(D, eps=config.rms_norm_eps, dtype=dtype)
         tied = config.tie_word_embeddings
-        self.lm_head = (
-            None if tied else Linear(D, config.vocab_size, rngs=rngs, dtype=dtype, std=std)
-        )
+        head = partial(Linear, D, config.vocab_size, axes=("vocab", None))
+        self.lm_head = None if tied else head(rngs=rngs, dtype=dtype, std=std)
         self.config = config
+        self.mesh: Mesh | None = None
+        self.fp8 = fp8
         self._carried = _Carried(None, ())
         # Set here, since NNX notes the name of every attribute that is ever set.
         self.tokenizer = None
@@ -170,6 +179,17 @@ class Glm5NextForCausalLM(nnx.Module):
         Returns:
           (hidden [B, T, D] after the final norm, the cache after the valid tokens).
         """
+        rows = sharding.partition_spec(("batch",))
+        weights, state = sharding.module_specs(self, self.mesh), cache.specs()
+        run = sharding.local(
+            type(self)._forward, self.mesh, (weights, rows, state, rows), (rows, state)
+        )
+        return run(self, token_ids, cache, num_valid)
+
+    def _forward(
+        self, token_ids: jax.Array, cache: Cache, num_valid: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        """`__call__` on the rows, heads, channels and experts of one device."""
         c = self.config
         T = token_ids.shape[1]
         is_valid = jnp.arange(T, dtype=jnp.int32)[None] < num_valid[:, None]
@@ -192,15 +212,25 @@ class Glm5NextForCausalLM(nnx.Module):
         return hidden, Cache(tuple(layer_caches), smear_state, cache.length + num_valid)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """hidden [..., D] -> [..., vocab] float32, never rounded to the model dtype."""
+        """hidden [B, ..., D] -> [B, ..., vocab] float32, never rounded to the model dtype."""
+
+        def multiply(weight, hidden):
+            weight = weight.astype(hidden.dtype)
+            return einsum("...d,vd->...v", hidden, weight, out_dtype=jnp.float32)
+
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        weight = head.weight[...].astype(hidden.dtype)
-        return einsum("...d,vd->...v", hidden, weight, out_dtype=jnp.float32)
+        rows = sharding.partition_spec(("batch",))
+        out = sharding.partition_spec(("batch", *(None,) * (hidden.ndim - 2), "vocab"))
+        weight = sharding.partition_spec(("vocab", None))
+        run = sharding.local(multiply, self.mesh, (weight, rows), out)
+        return run(head.weight[...], hidden)
 
     @classmethod
-    def abstract(cls, config: Glm5NextConfig, *, param_dtype=None) -> Glm5NextForCausalLM:
+    def abstract(
+        cls, config: Glm5NextConfig, *, param_dtype=None, fp8: bool = False
+    ) -> Glm5NextForCausalLM:
         """The module with `jax.ShapeDtypeStruct` leaves: any size, no memory."""
-        return nnx.eval_shape(lambda: cls(config, rngs=_OneKey(), param_dtype=param_dtype))
+        return nnx.eval_shape(lambda: cls(config, rngs=_OneKey(), param_dtype=param_dtype, fp8=fp8))
 
 
 class _OneKey:
@@ -211,7 +241,20 @@ class _OneKey:
         return jax.random.key(0)
 
 
-def param_specs(config: Glm5NextConfig, *, param_dtype=None) -> dict[str, jax.ShapeDtypeStruct]:
-    """Every weight of the model by its dotted path, as shape and dtype at rest."""
-    state = nnx.state(Glm5NextForCausalLM.abstract(config, param_dtype=param_dtype), nnx.Param)
-    return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
+def param_specs(
+    config: Glm5NextConfig, *, param_dtype=None, fp8: bool = False, mesh: AnyMesh | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Every weight of the model by its dotted path: shape, dtype at rest and, on a mesh, sharding.
+
+    Raises:
+      ValueError: the model does not divide over the mesh.
+    """
+    sharding.check_mesh(config, mesh, fp8=fp8)
+    model = Glm5NextForCausalLM.abstract(config, param_dtype=param_dtype, fp8=fp8)
+    specs = {}
+    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        spec = leaf.get_value()
+        if mesh is not None:
+            spec = spec.update(sharding=sharding.variable_sharding(leaf, mesh))
+        specs[".".join(map(str, path))] = spec
+    return specs

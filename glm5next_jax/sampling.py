@@ -11,6 +11,8 @@ import numpy as np
 
 from glm5next_jax.checks import is_finite, is_int
 
+Array = jax.Array | np.ndarray
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
@@ -56,25 +58,25 @@ class SamplingParams:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplerState:
-    """The parameters of a batch of requests, on the device."""
+    """The parameters of a batch of requests, one array each."""
 
-    temperature: jax.Array  # [B] float32
-    top_k: jax.Array  # [B] int32, 0 = all
-    top_p: jax.Array  # [B] float32
-    min_p: jax.Array  # [B] float32
-    key: jax.Array  # [B] typed PRNG keys
+    temperature: Array  # [B] float32
+    top_k: Array  # [B] int32, 0 = all
+    top_p: Array  # [B] float32
+    min_p: Array  # [B] float32
+    seed: Array  # [B] uint32
 
     @classmethod
     def from_params(cls, params: Sequence[SamplingParams]) -> SamplerState:
         def column(name, dtype):
-            return jnp.asarray(np.asarray([getattr(p, name) for p in params], dtype))
+            return np.asarray([getattr(p, name) for p in params], dtype)
 
         return cls(
             temperature=column("temperature", np.float32),
             top_k=column("top_k", np.int32),
             top_p=column("top_p", np.float32),
             min_p=column("min_p", np.float32),
-            key=jax.vmap(jax.random.key)(column("seed", np.uint32)),
+            seed=column("seed", np.uint32),
         )
 
 
@@ -90,6 +92,7 @@ def sample(logits: jax.Array, sampler: SamplerState, step: jax.Array) -> jax.Arr
     Returns:
       [B] int32.
     """
+    sampler = jax.tree.map(jnp.asarray, sampler)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def draw() -> jax.Array:
@@ -97,7 +100,9 @@ def sample(logits: jax.Array, sampler: SamplerState, step: jax.Array) -> jax.Arr
         # From the largest down, so that no temperature, however small, overflows.
         below = logits - jnp.max(logits, axis=-1, keepdims=True)
         scaled = below / jnp.where(is_greedy, 1, sampler.temperature)[:, None]
-        keys = jax.vmap(jax.random.fold_in)(sampler.key, step)
+        keys = jax.vmap(lambda seed, n: jax.random.fold_in(jax.random.key(seed), n))(
+            sampler.seed, step
+        )
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
         drawn = jnp.argmax(jnp.where(_kept(scaled, sampler), scaled + noise, -jnp.inf), axis=-1)
         return jnp.where(is_greedy, greedy, drawn.astype(jnp.int32))

@@ -14,9 +14,11 @@ from etils import epath
 from tqdm import tqdm
 
 import glm5next_jax
+from glm5next_jax import processes
 from glm5next_jax.batch import jobs
 from glm5next_jax.compilation import compilations
 from glm5next_jax.sampling import SamplingParams
+from glm5next_jax.sharding import make_mesh
 from glm5next_jax.tokenizer import GenerationConfig
 
 _PROGRAM = "glm5next-generate"
@@ -76,13 +78,16 @@ def main(
     """
     args = _parser().parse_args(argv)
     try:
-        return _run(args, load or glm5next_jax.load, generate or glm5next_jax.generate)
+        with processes.leaving_on_errors():
+            return _run(args, load or glm5next_jax.load, generate or glm5next_jax.generate)
     except UserError as error:
         print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
-        return 2
+        status = 2
     except KeyboardInterrupt:
         print(f"{_PROGRAM}: interrupted", file=sys.stderr)
-        return 130
+        status = 130
+    processes.leave(status)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -107,8 +112,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--logprobs", action="store_true", default=None, help="log probability of each token")
     add("--chunk-size", type=_positive, metavar="N", help="prompt tokens per prefill step")
     add("--dtype", choices=("bfloat16", "float32"), help="compute dtype (the checkpoint's)")
+    add(
+        "--weights",
+        choices=("fp8", "bf16", "float32"),
+        help="weights at rest: fp8 keeps the FP8 blocks of a released checkpoint (compute dtype)",
+    )
     add("--compilation-cache", metavar="DIR", help="keep compiled programs there for later runs")
     add("--quiet", action="store_true", help="no progress and no totals on stderr")
+    processes.add_flags(parser)
     version = f"{_PROGRAM} {glm5next_jax.__version__}"
     add("--version", action="version", version=version)
     return parser
@@ -127,9 +138,12 @@ def _run(args: argparse.Namespace, load: Callable, generate: Callable) -> int:
     }
     try:
         SamplingParams(**flags)
+        processes.check_flags(args)
+        processes.start(args)
     except ValueError as error:
         raise UserError(error) from None
-    output = _output_path(args)
+    # Only the process that writes looks: another's machine may hold an old file of that name.
+    output = _output_path(args) if processes.is_first() else pathlib.Path(args.output)
     entries = jobs.parse(_read_input(args.input))
     if not entries:
         raise UserError(f"{args.input} holds no requests")
@@ -138,13 +152,25 @@ def _run(args: argparse.Namespace, load: Callable, generate: Callable) -> int:
         # A cache that was asked for by name holds every program, however quick to compile.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
-    note = _silent if args.quiet else _note
+    try:
+        mesh = None if args.mesh is None else make_mesh(**args.mesh)
+        if mesh is None and processes.are_several():
+            raise ValueError(f"{jax.process_count()} processes need a --mesh over their devices")
+    except ValueError as error:
+        raise UserError(error) from error
+    note = _silent if args.quiet or not processes.is_first() else _note
+    if processes.are_several():
+        note(
+            f"{jax.process_count()} processes, {jax.device_count()} devices; if one is lost the "
+            f"others stop within {args.heartbeat + 30} s: then start all of them again with "
+            "--overwrite"
+        )
     model, defaults = None, {}
     if any(isinstance(entry, jobs.Request) for entry in entries):
         note(f"loading {args.model}")
         start = time.perf_counter()
         try:
-            model = load(args.model, dtype=args.dtype)
+            model = load(args.model, mesh=mesh, dtype=args.dtype, weights=args.weights)
             stated = GenerationConfig.from_directory(args.model)
             sampling: dict[str, Any] = {"temperature": 0.0, **stated.sampling, **flags}
             SamplingParams(**sampling)
@@ -174,11 +200,11 @@ def _run(args: argparse.Namespace, load: Callable, generate: Callable) -> int:
             answers.finish()
     finally:
         partial = jobs.AnswerFile.partial_path(output)
-        if partial.exists():
+        if partial.exists() and processes.is_first():
             print(f"{_PROGRAM}: finished answers are kept in {partial}", file=sys.stderr)
     if totals.answers:
         note(_throughput(totals, len(compilations()) - compiled))
-    if bad:
+    if bad and processes.is_first():
         print(_summary(bad, len(entries), output), file=sys.stderr)
     return 1 if bad else 0
 
@@ -188,10 +214,10 @@ def _generate(
     ready: list[jobs.Job],
     generate: Callable,
     model: Any,
-    answers: jobs.AnswerFile,
+    answers: jobs.AnswerFile | jobs.NoAnswerFile,
 ) -> jobs.Totals:
     """Answers every job, with a progress bar; what the user can mend becomes a UserError."""
-    show = sys.stderr.isatty() and not args.quiet
+    show = sys.stderr.isatty() and not args.quiet and processes.is_first()
     with tqdm(total=len(ready), unit="request", file=sys.stderr, disable=not show) as bar:
 
         def on_answers(batch: dict[int, dict[str, Any]]) -> None:
@@ -210,7 +236,12 @@ def _generate(
             raise UserError(error) from error
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
+                if not processes.are_several():
+                    raise
+                kept = "Start all of them again with --overwrite."
+                raise UserError(
+                    f"{processes.lost_message(kept)}\n{str(error).splitlines()[0]}"
+                ) from error
             raise UserError(
                 f"out of memory with --batch-size {args.batch_size}; try a smaller one, or a "
                 f"smaller --chunk-size\n{str(error).splitlines()[0]}"
@@ -247,7 +278,9 @@ def _read_input(name: str) -> bytes:
         raise UserError(f"--input {name}: {error.strerror or error}") from None
 
 
-def _answer_file(path: pathlib.Path) -> jobs.AnswerFile:
+def _answer_file(path: pathlib.Path) -> jobs.AnswerFile | jobs.NoAnswerFile:
+    if not processes.is_first():
+        return jobs.NoAnswerFile()
     try:
         return jobs.AnswerFile(path)
     except OSError as error:

@@ -21,7 +21,9 @@ def with_config(model: Glm5NextForCausalLM, **changes) -> Glm5NextForCausalLM:
     return nnx.merge(graphdef, nnx.from_flat_state(cast))
 
 
-def random_model(config: Glm5NextConfig, seed: int = 0) -> Glm5NextForCausalLM:
+def random_model(
+    config: Glm5NextConfig, seed: int = 0, *, fp8: bool = False
+) -> Glm5NextForCausalLM:
     """A model whose every weight matters.
 
     The reference's initialisation leaves biases, gates and mixing at neutral values and logits
@@ -32,6 +34,11 @@ def random_model(config: Glm5NextConfig, seed: int = 0) -> Glm5NextForCausalLM:
     def fresh(path, spec) -> jax.Array:
         name = path[-1] if path[-1] != "weight" else ".".join(map(str, path[-2:]))
         value = rng.normal(size=spec.shape)
+        if spec.dtype == jnp.float8_e4m3fn:  # unit gain is in the factors
+            return jnp.asarray(np.clip(value, -4, 4), spec.dtype)
+        if str(path[-1]).endswith("_scale_inv"):
+            columns = dict(shapes)[(*path[:-1], path[-1].removesuffix("_scale_inv"))][-1]
+            return jnp.asarray(columns**-0.5 * rng.uniform(0.5, 1.5, spec.shape), spec.dtype)
         if name in ("embed_tokens.weight", "qkv_conv1d.weight"):
             pass
         elif len(spec.shape) >= 2 and name != "index_kpool_compress_ape":
@@ -41,7 +48,8 @@ def random_model(config: Glm5NextConfig, seed: int = 0) -> Glm5NextForCausalLM:
             value = float(is_norm_weight or name == "scale") + 0.3 * value
         return jnp.asarray(value, spec.dtype)
 
-    graphdef, specs = nnx.split(Glm5NextForCausalLM.abstract(config))
+    graphdef, specs = nnx.split(Glm5NextForCausalLM.abstract(config, fp8=fp8))
+    shapes = [(path, leaf.get_value().shape) for path, leaf in nnx.to_flat_state(specs)]
     leaves = [
         (path, leaf.replace(fresh(path, leaf.get_value())))
         for path, leaf in nnx.to_flat_state(specs)

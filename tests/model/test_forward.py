@@ -70,7 +70,7 @@ REFUSED = [
     ),
     (
         dict(token_ids=[[1]], cache=init_cache(CONFIG.replace(dtype="bfloat16"), 1, 8)),
-        "layers[0].conv_state is bfloat16[1, 3, 96], expected float32[1, 3, 96]",
+        "layers[0].conv_state is bfloat16[1, 3, 3, 32], expected float32[1, 3, 3, 32]",
     ),
 ]
 

@@ -150,8 +150,9 @@ def test_decoding_donates_its_state(model):
     """Or each call would hold two caches."""
     batch = _prepare(model, PROMPTS[2:3], NEW, SAMPLED[2], [], None)
     leaves, treedef = jax.tree.flatten(model)
-    state = _prefill(leaves, *batch.arguments(), treedef=treedef, **batch.buckets())
-    _decode(leaves, state, batch.requests, jnp.asarray(1, jnp.int32), treedef=treedef)
+    inputs, requests = batch.arguments()
+    state = _prefill(leaves, *inputs, treedef=treedef, **batch.buckets())
+    _decode(leaves, state, requests, jnp.asarray(1, jnp.int32), treedef=treedef)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.cache))
 
 

@@ -140,7 +140,7 @@ def compare_states(cache: Any, theirs: Any, model: Any, measure) -> None:
             measure("recurrent_state", state.recurrent_state, array(kept.recurrent_states[0]))
             # The reference keeps one input more than the next token needs.
             conv = array(kept.conv_states[0])[..., 1:].swapaxes(1, 2)
-            measure("conv_state", state.conv_state, conv)
+            measure("conv_state", state.conv_state.reshape(conv.shape), conv)
             continue
         measure("latent", state.latent[:, :n], array(kept.keys)[:, 0])
         indexer = attention.indexer
