@@ -22,9 +22,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Flags that say which devices and processes a command runs on."""
     group = parser.add_argument_group(
         "many devices",
-        "A mesh spreads one model over devices; see docs/deploying.md. Under several processes, "
-        "start the same command in each: TPU slices, Slurm, MPI and Kubernetes jobs need only "
-        "--distributed, elsewhere name the coordinator, the number of processes and this one.",
+        "A mesh spreads one model over devices; see docs/deploying.md. Under several processes,\n"
+        "start the same command in each. TPU slices, Slurm, MPI and Kubernetes jobs need only\n"
+        "--distributed; elsewhere name the coordinator, the number of processes and this one.",
     )
     add = group.add_argument
     add("--mesh", type=parse_mesh, metavar="data=N,model=M", help="devices to use (one)")

@@ -49,8 +49,8 @@ class FakeEngine:
         self.loaded = []
         self._fail_at, self._error = fail_at, error
 
-    def load(self, path, *, dtype=None):
-        self.loaded.append((path, dtype))
+    def load(self, path, *, mesh=None, dtype=None, weights=None):
+        self.loaded.append((path, dtype, weights))
         return types.SimpleNamespace(
             config=types.SimpleNamespace(vocab_size=VOCAB, max_position_embeddings=4096),
             tokenizer=Tokenizer.from_directory(path),
@@ -190,9 +190,9 @@ class TestBatches:
         assert run.engine.calls[0].prompts == [[1, 2]]
 
     def test_the_engine_decides_what_ends_an_answer(self, tmp_path):
-        run = Run(tmp_path, [{"prompt": "ab"}], "--chunk-size", "64", "--dtype", "float32")
+        run = Run(tmp_path, [{"prompt": "ab"}], "--chunk-size", "64", "--weights", "fp8")
         assert run.engine.calls[0].options == {"eos_token_ids": None, "chunk_size": 64}
-        assert run.engine.loaded == [(str(EXAMPLE), "float32")]
+        assert run.engine.loaded == [(str(EXAMPLE), None, "fp8")]
         run = Run(tmp_path, [{"prompt": "ab"}], overwrite=True)
         assert run.engine.calls[0].options == {"eos_token_ids": None, "chunk_size": None}
 
