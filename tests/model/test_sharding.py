@@ -63,6 +63,11 @@ def calls(config):
     ]
 
 
+def abstract_mesh(data: int, model: int) -> jax.sharding.AbstractMesh:
+    automatic = (jax.sharding.AxisType.Auto,) * 2
+    return jax.sharding.AbstractMesh((data, model), ("data", "model"), automatic)
+
+
 def run(model, config, calls, mesh=None):
     cache = init_cache(config, 8, 32, mesh=mesh)
     out = []
@@ -208,14 +213,14 @@ def test_partition_specs_name_each_mesh_axis_once():
 )
 def test_a_mesh_that_does_not_divide_is_refused(change, sizes, message):
     config = Glm5NextConfig.glm53_flash().replace(**change)
-    mesh = jax.sharding.AbstractMesh(sizes, ("data", "model"))
+    mesh = abstract_mesh(*sizes)
     with pytest.raises(ValueError, match=message):
         sharding.check_mesh(config, mesh)
 
 
 def test_fp8_blocks_are_not_cut():
     config = Glm5NextConfig.glm53_flash().replace(intermediate_size=128 * 6)
-    mesh = jax.sharding.AbstractMesh((1, 4), ("data", "model"))
+    mesh = abstract_mesh(1, 4)
     sharding.check_mesh(config, mesh)
     with pytest.raises(ValueError, match="FP8 blocks of intermediate_size = 6 does not divide"):
         sharding.check_mesh(config, mesh, fp8=True)
