@@ -34,9 +34,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from glm5next_jax import Glm5NextConfig, init_cache, sharding
+from benchmarks.gpus import first_layers
+from glm5next_jax import Glm5NextConfig, sharding
+from glm5next_jax.cache import abstract_cache
 from glm5next_jax.capacity import DEVICE_BYTES, footprint
 from glm5next_jax.forward import last_valid
 from glm5next_jax.model import Glm5NextForCausalLM
@@ -74,13 +76,6 @@ def abstract_model(config: Glm5NextConfig, mesh: Mesh, *, fp8: bool) -> Glm5Next
     return jax.tree.map(placed, model, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
-def abstract_cache(config: Glm5NextConfig, mesh: Mesh, batch: int, length: int) -> Any:
-    cache = jax.eval_shape(lambda: init_cache(config, batch, length))
-    return jax.tree.map(
-        lambda leaf, spec: leaf.update(sharding=NamedSharding(mesh, spec)), cache, cache.specs()
-    )
-
-
 def lower(config: Glm5NextConfig, mesh: Mesh, *, fp8: bool, batch: int, tokens: int, length: int):
     """One call of the model on `tokens` tokens of every row, as generation makes it: the cache is
     donated, and the likeliest next token comes out."""
@@ -95,7 +90,7 @@ def lower(config: Glm5NextConfig, mesh: Mesh, *, fp8: bool, batch: int, tokens: 
     rows = sharding.named_sharding(mesh, ("batch",))
     token_ids = jax.ShapeDtypeStruct((batch, tokens), jnp.int32, sharding=rows)
     num_valid = jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=rows)
-    cache = abstract_cache(config, mesh, batch, length)
+    cache = abstract_cache(config, batch, length, mesh=mesh)
     with compile_for("tpu"):
         return jax.jit(step, donate_argnums=2).lower(leaves, token_ids, cache, num_valid)
 
@@ -282,15 +277,7 @@ def main() -> int:
     add("--output", metavar="FILE.json", help="results with versions")
     args = parser.parse_args()
 
-    config = Glm5NextConfig.glm53_flash()
-    if args.layers:
-        n = args.layers
-        config = config.replace(
-            num_hidden_layers=n,
-            layer_types=config.layer_types[:n],
-            mlp_layer_types=config.mlp_layer_types[:n],
-            indexer_types=config.indexer_types[:n],
-        )
+    config = first_layers(args.layers) if args.layers else Glm5NextConfig.glm53_flash()
     if args.fits:
         print(fits_table(config))
         return 0

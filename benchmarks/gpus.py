@@ -29,7 +29,7 @@ from glm5next_jax.model import Glm5NextForCausalLM
 _CONTEXT = 1024  # tokens before a decode step
 
 
-def config_of(layers: int) -> Glm5NextConfig:
+def first_layers(layers: int) -> Glm5NextConfig:
     """The first layers of the released model."""
     whole = Glm5NextConfig.glm53_flash()
     return whole.replace(
@@ -139,7 +139,7 @@ def main() -> int:
     add("--output", metavar="FILE.json", help="results with versions")
     args = parser.parse_args()
 
-    config = config_of(args.layers)
+    config = first_layers(args.layers)
     device = jax.devices()[0]
     report: dict = {"jax": jax.__version__, "device": device.device_kind, "layers": args.layers}
     for weights in args.weights:

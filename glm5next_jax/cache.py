@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from glm5next_jax import sharding
 from glm5next_jax.config import Glm5NextConfig
+from glm5next_jax.sharding import AnyMesh
 
 
 def _leaf(*axes: str | None) -> Any:
@@ -99,6 +101,33 @@ def init_cache(
         raise ValueError(f"expected both to be at least 1: {batch_size=}, {capacity=}")
     sharding.check_mesh(config, mesh)
     sharding.check_batch(batch_size, mesh)
+    if mesh is None:
+        return _empty(config, batch_size, capacity)
+    return _maker(config, batch_size, capacity, mesh)()
+
+
+def abstract_cache(
+    config: Glm5NextConfig, batch_size: int, capacity: int, *, mesh: AnyMesh | None = None
+) -> Cache:
+    """The cache with `jax.ShapeDtypeStruct` leaves, with their shardings where there is a mesh."""
+    cache = jax.eval_shape(lambda: _empty(config, batch_size, capacity))
+    if mesh is None:
+        return cache
+    return jax.tree.map(
+        lambda leaf, spec: leaf.update(sharding=NamedSharding(mesh, spec)), cache, cache.specs()
+    )
+
+
+@functools.lru_cache(maxsize=16)  # compiling takes longer than making a cache
+def _maker(config: Glm5NextConfig, batch_size: int, capacity: int, mesh: Mesh):
+    """Compiled, so that each device makes its shards and nothing is made whole anywhere."""
+    abstract = abstract_cache(config, batch_size, capacity, mesh=mesh)
+    where = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    empty = functools.partial(_empty, config, batch_size, capacity)
+    return jax.jit(empty, out_shardings=where)
+
+
+def _empty(config: Glm5NextConfig, batch_size: int, capacity: int) -> Cache:
     B, P, dtype = batch_size, config.index_kpool, jnp.dtype(config.dtype)
     num_pools = -(-capacity // P)
     H, K, W = config.linear_num_heads, config.linear_head_dim, config.linear_conv_kernel_dim
@@ -116,16 +145,8 @@ def init_cache(
         dI = config.index_head_dim
         return DsaCache(latent, zeros(num_pools, dI), zeros(P - 1, 2, dI))
 
-    def empty() -> Cache:
-        return Cache(
-            layers=tuple(layer(i) for i in range(config.num_hidden_layers)),
-            smear=zeros(config.hidden_size) if config.smear else None,
-            length=jnp.zeros((B,), jnp.int32),
-        )
-
-    if mesh is None:
-        return empty()
-    # Compiled, so that each device makes its shards and nothing is made whole anywhere.
-    specs = jax.eval_shape(empty).specs()
-    where = jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), specs)
-    return jax.jit(empty, out_shardings=where)()
+    return Cache(
+        layers=tuple(layer(i) for i in range(config.num_hidden_layers)),
+        smear=zeros(config.hidden_size) if config.smear else None,
+        length=jnp.zeros((B,), jnp.int32),
+    )

@@ -8,10 +8,10 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType
 
 from glm5next_jax import sharding
-from glm5next_jax.cache import init_cache
+from glm5next_jax.cache import abstract_cache
 from glm5next_jax.config import Glm5NextConfig
 from glm5next_jax.model import param_specs
 from glm5next_jax.moe import rows_per_pass
@@ -106,10 +106,7 @@ def cache_bytes(
     config: Glm5NextConfig, mesh: AnyMesh | None, batch_size: int, capacity: int
 ) -> int:
     """Bytes of a cache on each device."""
-    cache = jax.eval_shape(lambda: init_cache(config, batch_size, capacity))
-    if mesh is not None:
-        where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), cache.specs())
-        cache = jax.tree.map(lambda leaf, place: leaf.update(sharding=place), cache, where)
+    cache = abstract_cache(config, batch_size, capacity, mesh=mesh)
     return sum(map(sharding.shard_bytes, jax.tree.leaves(cache)))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax import core
 
 from glm5next_jax import sharding
-from glm5next_jax.cache import Cache, init_cache
+from glm5next_jax.cache import Cache, abstract_cache, init_cache
 from glm5next_jax.compilation import record_compilation
 from glm5next_jax.config import Glm5NextConfig
 from glm5next_jax.model import Glm5NextForCausalLM
@@ -151,7 +151,7 @@ def _layout(cache: Cache) -> dict[str, str]:
 
 @lru_cache
 def _cache_layout(config: Glm5NextConfig, batch_size: int, capacity: int) -> dict[str, str]:
-    return _layout(jax.eval_shape(lambda: init_cache(config, batch_size, capacity)))
+    return _layout(abstract_cache(config, batch_size, capacity))
 
 
 def _check_cache(config: Glm5NextConfig, cache: Cache, num_valid: jax.Array) -> None:

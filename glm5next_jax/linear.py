@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from glm5next_jax import sharding
-from glm5next_jax.sharding import FP8_BLOCK, Axes
+from glm5next_jax.sharding import Axes
 from pallas_kernels import fp8_matmul
+from pallas_kernels.dispatch import SCALE_BLOCK
 
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 
@@ -41,7 +42,7 @@ def fp8_params(
     rngs: nnx.Rngs, shape, std: float, axes: Axes, **metadata
 ) -> tuple[nnx.Param, nnx.Param]:
     """A weight of N(0, std²) at rest in FP8: codes, and one float32 factor per 128 x 128 block."""
-    grid = tuple(math.ceil(n / FP8_BLOCK) for n in shape[-2:])
+    grid = tuple(math.ceil(n / SCALE_BLOCK) for n in shape[-2:])
     codes = normal_param(rngs, shape, FP8, 1.0, axes, **metadata)
     factors = jnp.full((*shape[:-2], *grid), std, jnp.float32)
     return codes, nnx.Param(factors, axes=axes, **metadata)

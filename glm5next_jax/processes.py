@@ -16,6 +16,10 @@ import jax
 from glm5next_jax.sharding import DATA, MODEL
 
 _HEARTBEAT = 100
+LOST = (
+    "an exchange between the processes failed: one of them was lost, or stopped with an error of "
+    "its own (see its output). Start all of them again with --overwrite."
+)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -100,14 +104,6 @@ def are_several() -> bool:
 def is_first() -> bool:
     """Whether this is the process that writes: the only one, or number 0."""
     return not are_several() or jax.process_index() == 0
-
-
-def lost_message(kept: str) -> str:
-    """What to tell when an exchange between processes broke off."""
-    return (
-        "an exchange between the processes failed: one of them was lost, or stopped with an error "
-        f"of its own (see its output). {kept}"
-    )
 
 
 def leave(status: int) -> None:

@@ -16,11 +16,12 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax import core, lax
+from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from glm5next_jax.checks import is_int
 from glm5next_jax.config import Glm5NextConfig
+from pallas_kernels.dispatch import SCALE_BLOCK
 
 DATA, MODEL = "data", "model"
 
@@ -33,7 +34,6 @@ RULES: dict[str, tuple[str, ...]] = {
     "vocab": (MODEL,),
     "experts": (DATA, MODEL),
 }
-FP8_BLOCK = 128
 
 Axes = tuple[str | None, ...]
 AnyMesh = Mesh | AbstractMesh  # abstract: sizes without devices
@@ -134,7 +134,7 @@ def check_batch(batch_size: int, mesh: AnyMesh | None) -> None:
 
 def fp8_units(size: int) -> int:
     """Into how many parts a dimension may be cut without cutting a block of FP8."""
-    return size // FP8_BLOCK if size % FP8_BLOCK == 0 else 1
+    return size // SCALE_BLOCK if size % SCALE_BLOCK == 0 else 1
 
 
 def _divisors(n: int) -> str:
@@ -169,18 +169,13 @@ def named_sharding(mesh: AnyMesh, axes: Axes) -> NamedSharding:
     return NamedSharding(mesh, partition_spec(axes))
 
 
-def variable_axes(variable: nnx.Variable, model_size: int) -> Axes:
-    """The logical axes of a weight on a mesh with `model_size` model shards."""
-    axes: Axes = variable.get_metadata().get("axes") or (None,) * len(variable.get_value().shape)
-    if "shared_ffn" in axes:
-        if variable.get_metadata()["units"] % model_size:
-            axes = tuple(None if name == "shared_ffn" else name for name in axes)
-    return axes
-
-
 def variable_sharding(variable: nnx.Variable, mesh: AnyMesh) -> NamedSharding:
-    """Where a weight lives."""
-    return named_sharding(mesh, variable_axes(variable, mesh.shape[MODEL]))
+    """Where a weight lives: by the logical axes in its metadata, else on every device."""
+    metadata = variable.get_metadata()
+    axes: Axes = metadata.get("axes") or (None,) * len(variable.get_value().shape)
+    if "shared_ffn" in axes and metadata["units"] % mesh.shape[MODEL]:
+        axes = tuple(None if name == "shared_ffn" else name for name in axes)
+    return named_sharding(mesh, axes)
 
 
 def shard_bytes(spec: jax.ShapeDtypeStruct) -> int:
@@ -213,28 +208,25 @@ def replicate(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
-    """x, laid out on the mesh by its logical axes; also where x exists already."""
-    if mesh is None:
-        return x
-    sharding = named_sharding(mesh, axes)
-    if isinstance(x, core.Tracer):
-        return lax.with_sharding_constraint(x, sharding)
-    return jax.device_put(x, sharding)
+    """x, laid out on the mesh by its logical axes; inside `jax.jit`."""
+    return x if mesh is None else lax.with_sharding_constraint(x, named_sharding(mesh, axes))
 
 
-def local(function: Callable, mesh: Mesh | None, in_axes: Any, out_axes: Any) -> Callable:
+def local(function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
     """`function` run by every device on its own shards; what they exchange, they say.
 
     Args:
       function: takes and returns pytrees of arrays.
       mesh: None calls the function as it is.
-      in_axes: a tuple with a pytree per argument, and
-      out_axes: a pytree for the result: partition specs in the place of arrays (`partition_spec`,
+      in_specs: a tuple with a pytree per argument, and
+      out_specs: a pytree for the result: partition specs in the place of arrays (`partition_spec`,
         `module_specs`, `Cache.specs`).
     """
     if mesh is None:
         return function
-    return jax.shard_map(function, mesh=mesh, in_specs=in_axes, out_specs=out_axes, check_vma=False)
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
 
 
 def module_specs(module: nnx.Module, mesh: Mesh | None) -> Any:

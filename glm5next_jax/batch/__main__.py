@@ -238,10 +238,7 @@ def _generate(
             if "RESOURCE_EXHAUSTED" not in str(error):
                 if not processes.are_several():
                     raise
-                kept = "Start all of them again with --overwrite."
-                raise UserError(
-                    f"{processes.lost_message(kept)}\n{str(error).splitlines()[0]}"
-                ) from error
+                raise UserError(f"{processes.LOST}\n{str(error).splitlines()[0]}") from error
             raise UserError(
                 f"out of memory with --batch-size {args.batch_size}; try a smaller one, or a "
                 f"smaller --chunk-size\n{str(error).splitlines()[0]}"

@@ -11,7 +11,9 @@ import math
 
 import numpy as np
 
-BLOCK_SHAPE = (128, 128)
+from pallas_kernels.dispatch import SCALE_BLOCK
+
+BLOCK_SHAPE = (SCALE_BLOCK, SCALE_BLOCK)
 
 MAX_VALUE = np.float32(448)  # the largest of a code
 
