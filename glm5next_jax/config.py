@@ -6,9 +6,11 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any, TypeGuard, cast
 
-from etils import epath
+from glm5next_jax import files
+from glm5next_jax.errors import printable
 
 _LAYER_TYPES = {
     "linear_attention": "linear_attention",
@@ -19,6 +21,7 @@ _LAYER_TYPES = {
 _MLP_TYPES = ("dense", "sparse")
 _INDEXER_TYPES = ("full", "shared")
 _DTYPES = ("bfloat16", "float32")
+_MAX_LAYERS = 10_000
 SMEAR_CHANNELS = 24
 _LINEAR_ATTN_KEYS = {
     "num_heads": "linear_num_heads",
@@ -110,7 +113,7 @@ class Glm5NextConfig:
 
     def __post_init__(self):
         L = self.num_hidden_layers
-        _require(_is_int(L) and L >= 1, f"num_hidden_layers must be at least 1, got {L!r}")
+        _require_layers(L)
         for name in ("layer_types", "mlp_layer_types", "indexer_types", "eos_token_id"):
             value = getattr(self, name)
             _require(isinstance(value, list | tuple), f"{name} must be a list, got {value!r}")
@@ -197,21 +200,19 @@ class Glm5NextConfig:
         """
         origin = "config"
         if not isinstance(source, Mapping):
-            path = epath.Path(source)
-            path = path / "config.json" if path.is_dir() else path
+            path = files.require_driver(source)
+            path = files.contained_file(path, "config.json") if path.is_dir() else path
             origin = str(path)
             if not path.exists():
                 raise ValueError(f"{origin}: no such file; expected a config.json")
-            try:
-                source = json.loads(path.read_text())
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{origin}: not valid JSON: {error}") from None
+            source = files.read_json_object(path)
         if not isinstance(source, Mapping):
             raise ValueError(f"{origin}: expected a JSON object, found {type(source).__name__}")
         try:
             return cls(**_fields_from_hf(dict(source)))
         except ValueError as error:
-            raise ValueError(f"{origin}: {error}") from None
+            # A wrong value is part of the message, and may be megabytes long.
+            raise ValueError(f"{origin}: {printable(str(error), 500)}") from None
 
     def to_hf(self) -> dict[str, Any]:
         """The released form of this configuration; `from_hf(config.to_hf()) == config`."""
@@ -249,12 +250,19 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _require_layers(count: object) -> None:
+    # Lists of this length are made before anything else is checked.
+    _require(_is_int(count), f"num_hidden_layers must be an integer, got {count!r}")
+    ok = 1 <= cast(int, count) <= _MAX_LAYERS
+    _require(ok, f"num_hidden_layers must be at least 1 and at most {_MAX_LAYERS}, got {count!r}")
+
+
 def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_real(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def _object(value: object, name: str) -> dict[str, Any]:
@@ -280,6 +288,8 @@ def _validate(c: Glm5NextConfig) -> None:
         value = getattr(c, name)
         ok = _is_int(value) and value >= 1
         _require(ok, f"{name} must be a positive integer, got {value!r}")
+        # So that the product of two is a size that arrays have.
+        _require(value < 2**31, f"{name} must be less than 2**31, got {value!r}")
     for name in ("hc_eps", "rms_norm_eps", "swiglu_limit", "routed_scaling_factor"):
         value = getattr(c, name)
         _require(_is_real(value) and value > 0, f"{name} must be a positive number, got {value!r}")
@@ -390,13 +400,13 @@ def _fields_from_hf(top: dict[str, Any]) -> dict[str, Any]:
         kinds = _list(text["layer_types"], "layer_types")
         for i, kind in enumerate(kinds):
             _require(
-                kind in _LAYER_TYPES,
+                isinstance(kind, str) and kind in _LAYER_TYPES,
                 f"layer_types[{i}] must be one of {tuple(_LAYER_TYPES)}, got {kind!r}",
             )
         fields["layer_types"] = tuple(_LAYER_TYPES[kind] for kind in kinds)
     if text.get("mlp_layer_types") is not None:
         fields["mlp_layer_types"] = tuple(_list(text["mlp_layer_types"], "mlp_layer_types"))
-    _require(_is_int(L), f"num_hidden_layers must be an integer, got {L!r}")
+    _require_layers(L)
     fields["indexer_types"] = _indexer_types(text, L)
 
     linear = text.get("linear_attn_config")
@@ -441,8 +451,11 @@ def _indexer_types(text: dict[str, Any], num_layers: int) -> tuple[str, ...]:
         return tuple(_list(text["indexer_types"], "indexer_types"))
     pattern = text.get("index_topk_pattern")
     if pattern is not None:
+        _require(
+            isinstance(pattern, str | list), f"index_topk_pattern must be letters, got {pattern!r}"
+        )
         letters = {"F": "full", "S": "shared"}
-        return tuple(letters[kind] if kind in letters else str(kind) for kind in pattern)
+        return tuple(letters.get(str(kind), str(kind)) for kind in pattern)
     period, offset = text.get("index_topk_freq"), text.get("index_skip_topk_offset")
     for name, value in (("index_topk_freq", period), ("index_skip_topk_offset", offset)):
         _require(value is None or _is_int(value), f"{name} must be an integer, got {value!r}")

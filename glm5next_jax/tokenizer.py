@@ -24,7 +24,9 @@ import tokenizers
 from etils import epath
 from tokenizers import decoders
 
+from glm5next_jax import files
 from glm5next_jax.checks import is_int
+from glm5next_jax.errors import printable
 
 _ROLES = ("system", "user", "assistant", "tool")
 _MEDIA = {
@@ -60,10 +62,10 @@ class GenerationConfig:
         Raises:
           ValueError: the file is not a JSON object, or a field has the wrong type.
         """
-        file = epath.Path(path) / "generation_config.json"
+        file = files.contained_file(files.require_driver(path), "generation_config.json")
         if not file.exists():
             return cls()
-        fields = _read_object(file)
+        fields = files.read_json_object(file)
 
         eos = fields.get("eos_token_id")
         eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
@@ -162,18 +164,23 @@ class Tokenizer:
         Raises:
           ValueError: a file is there and cannot be read as what it should be.
         """
-        root = epath.Path(path)
-        file = root / "tokenizer.json"
+        root = files.require_driver(path)
+        file = files.contained_file(root, "tokenizer.json")
         if not file.exists():
             return None
-        text = file.read_text(encoding="utf-8")
-        parsed = _parse_object(text, file)
+        data = files.read_bytes(file, files.TOKENIZER.num_bytes)
+        parsed = files.parse_json_object(data, file, files.TOKENIZER)
         if "model" not in parsed:
             raise ValueError(f"{file}: has no `model`, so it is not a tokenizer")
         try:
-            backend = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library has no class of its own for files it refuses
-            raise ValueError(f"{file}: not a tokenizer that can be read: {error}") from None
+            backend = tokenizers.Tokenizer.from_buffer(data)
+        except BaseException as error:
+            # The library has no class of its own for files it refuses, and panics on some: that is
+            # no Exception.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            what = printable(str(error))
+            raise ValueError(f"{file}: not a tokenizer that can be read: {what}") from None
         for token in parsed.get("added_tokens") or []:
             # The library numbers added tokens itself, and would silently shift those after a gap.
             found = backend.token_to_id(token["content"])
@@ -186,8 +193,8 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
 
-        file = root / "tokenizer_config.json"
-        config = _read_object(file) if file.exists() else {}
+        file = files.contained_file(root, "tokenizer_config.json")
+        config = files.read_json_object(file) if file.exists() else {}
         named = {}
         for name in _NAMED_TOKENS:
             token = config.get(name)
@@ -195,9 +202,9 @@ class Tokenizer:
             if isinstance(token, str):
                 named[name] = token
 
-        template_file = root / "chat_template.jinja"
+        template_file = files.contained_file(root, "chat_template.jinja")
         if template_file.exists():
-            templates = {"default": template_file.read_text(encoding="utf-8")}
+            templates = {"default": files.read_text(template_file, files.TEMPLATE_BYTES)}
         else:
             templates = _named_templates(config.get("chat_template"), file)
         return cls(str(root), backend, templates, named, GenerationConfig.from_directory(root))
@@ -309,6 +316,9 @@ class Tokenizer:
                 raise ValueError(
                     f"{self.path}: the chat template is not valid, line {error.lineno}: {error}"
                 ) from None
+            except (RecursionError, SyntaxError, MemoryError) as error:
+                # Jinja compiles to Python, whose own parser has limits of depth.
+                raise ValueError(f"{self.path}: the chat template is not valid: {error}") from None
         return self._compiled[name]
 
 
@@ -421,20 +431,6 @@ def _named_templates(value: Any, file: epath.Path) -> dict[str, str]:
             )
         templates[pair[0]] = pair[1]
     return templates
-
-
-def _read_object(file: epath.Path) -> dict[str, Any]:
-    return _parse_object(file.read_text(encoding="utf-8"), file)
-
-
-def _parse_object(text: str, file: epath.Path) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file}: not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{file}: expected a JSON object, found {type(value).__name__}")
-    return value
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -1,79 +1,43 @@
 """Lazy reading of a directory of safetensors files: headers first, then tensors or rows of them.
 
 Tensors are read at positions, by any number of threads at once, into memory that the caller owns.
-Headers are parsed here rather than by the safetensors package because its NumPy side knows neither
-bfloat16 nor FP8 in every version, and because a damaged download should be named by file and byte.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import math
 import os
-import pathlib
-import re
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from etils import epath
 
-from glm5next_jax.checkpoint.errors import CheckpointError, Failure
+from glm5next_jax import files as files_
+from glm5next_jax.checkpoint.safetensors_header import DTYPES, TensorInfo, read_header
+from glm5next_jax.errors import CheckpointError, Failure, printable
+from glm5next_jax.files import contained_file, existing_directory, read_json_object
+
+__all__ = [
+    "DTYPES",
+    "INDEX_NAME",
+    "SafetensorsDirectory",
+    "TensorInfo",
+    "existing_directory",
+    "read_config",
+    "read_header",
+    "read_json_object",
+]
 
 INDEX_NAME = "model.safetensors.index.json"
-DTYPES: dict[str, np.dtype] = {
-    "BOOL": np.dtype(np.bool_),
-    "U8": np.dtype(np.uint8),
-    "I8": np.dtype(np.int8),
-    "U16": np.dtype(np.uint16),
-    "I16": np.dtype(np.int16),
-    "U32": np.dtype(np.uint32),
-    "I32": np.dtype(np.int32),
-    "U64": np.dtype(np.uint64),
-    "I64": np.dtype(np.int64),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F32": np.dtype(np.float32),
-    "F64": np.dtype(np.float64),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-}
-_MAX_HEADER = 100_000_000  # the limit of the format
+# Five times what the released model has. It bounds what a directory of many files can take.
+MAX_TENSORS = 400_000
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 # Between the parts of two rows that are wanted. Shorter gaps are read: disks give whole pages.
 _MAX_GAP_BYTES = 4 << 10
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorInfo:
-    """One stored tensor, as its file's header describes it.
-
-    Attributes:
-      name: name in the file.
-      dtype: safetensors' name of the dtype, such as "BF16" or "F8_E4M3".
-      shape: dimensions.
-      file: name of the file, within its directory.
-      offset: position of the first byte in the file.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: str
-    offset: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
 
 
 class SafetensorsDirectory:
@@ -107,7 +71,9 @@ class SafetensorsDirectory:
             try:
                 tensors += read_header(self.path / file)
             except CheckpointError as error:
-                failures += error.failures
+                failures += error.failures or [Failure("file", file, "", str(error), "a file")]
+            if len(tensors) > MAX_TENSORS:
+                raise CheckpointError(f"{self.path}: more than {MAX_TENSORS} tensors; not read")
         if weight_map is not None:
             readable = set(files) - {failure.file for failure in failures}
             failures += _compare_with_index(weight_map, tensors, readable)
@@ -138,6 +104,10 @@ class SafetensorsDirectory:
         row_bytes = info.num_bytes // rows if rows else 0
         self.read_bytes(info, start * row_bytes, array)
         return array
+
+    def granularity(self, info: TensorInfo) -> tuple[int, int]:
+        """(rows of one matrix, rows at whose multiples it is best cut): any row is as good."""
+        return max(math.prod(info.shape[:-1] or info.shape), 1), 1
 
     def read_rectangle(
         self, info: TensorInfo, width: int, start: int, column: int, out: np.ndarray
@@ -172,7 +142,11 @@ class SafetensorsDirectory:
         octets, got = out.reshape(-1).view(np.uint8), 0
         file = self._files.get(info.file) or self._open(info.file)
         while got < octets.size:
-            count = file.read_into(octets[got:], info.offset + begin + got)
+            try:
+                count = file.read_into(octets[got:], info.offset + begin + got)
+            except OSError as error:
+                failure = Failure("file", info.file, info.name, error.strerror or str(error))
+                raise CheckpointError(f"{self.path}: cannot be read", [failure]) from error
             if not count:
                 failure = Failure(
                     "file", info.file, info.name, f"{begin + got} bytes", f"{info.num_bytes} bytes"
@@ -183,8 +157,9 @@ class SafetensorsDirectory:
     def _open(self, name: str) -> _LocalFile | _RemoteFile:
         with self._lock:
             if name not in self._files:
-                is_local = "://" not in os.fspath(self.path)
-                file = (_LocalFile if is_local else _RemoteFile)(self.path / name)
+                opener = _RemoteFile if files_.is_url(self.path) else _LocalFile
+                with files_.clean_errors(self.path / name):
+                    file = opener(self.path / name)
                 self._stack.callback(file.close)
                 self._files[name] = file
             return self._files[name]
@@ -207,49 +182,31 @@ class _RemoteFile:
     """A URL's handle has one position, so threads take turns."""
 
     def __init__(self, path: epath.Path):
-        self._handle: Any = path.open("rb")
+        # One of etils' backends gives a context manager and no file, and a file without `readinto`.
+        self._stack = contextlib.ExitStack()
+        self._handle: Any = self._stack.enter_context(path.open("rb"))
         self._lock = threading.Lock()
 
     def read_into(self, octets: np.ndarray, position: int) -> int:
         with self._lock:
             self._handle.seek(position)
-            return self._handle.readinto(octets)
+            if hasattr(self._handle, "readinto"):
+                return self._handle.readinto(octets)
+            data = self._handle.read(octets.size)
+            octets[: len(data)] = np.frombuffer(data, np.uint8)
+            return len(data)
 
     def close(self) -> None:
-        self._handle.close()
-
-
-def existing_directory(path: str | os.PathLike[str]) -> epath.Path:
-    """The directory at `path`.
-
-    Raises:
-      CheckpointError: there is none. For what looks like a name on the hub, the message holds the
-        command that downloads it.
-    """
-    text = os.fspath(path)
-    directory = epath.Path(os.path.expanduser(text))
-    if directory.is_dir():
-        return directory
-    if directory.exists():
-        raise CheckpointError(
-            f"{text}: is a file, expected the directory that holds config.json and the weights"
-        )
-    if _HUB_NAME.fullmatch(text) and not text.startswith("."):
-        local = text.split("/")[1]
-        raise CheckpointError(
-            f"{text}: no such directory. If this is a repository on the Hugging Face Hub, download "
-            f"it first:\n  hf download {text} --local-dir {local}\nand give {local} instead."
-        )
-    raise CheckpointError(f"{text}: no such directory")
+        self._stack.close()
 
 
 def read_config(directory: epath.Path) -> dict[str, Any]:
     """The parsed `config.json` of a checkpoint directory.
 
     Raises:
-      CheckpointError: it is missing, or not a JSON object.
+      CheckpointError: it is missing, not to be opened, or not a JSON object.
     """
-    path = directory / "config.json"
+    path = contained_file(directory, "config.json")
     if not path.exists():
         raise CheckpointError(
             f"{directory}: no config.json; expected a checkpoint directory (config.json beside "
@@ -258,154 +215,50 @@ def read_config(directory: epath.Path) -> dict[str, Any]:
     return read_json_object(path)
 
 
-def read_header(path: epath.Path) -> list[TensorInfo]:
-    """The tensors of one safetensors file, by position.
-
-    Raises:
-      CheckpointError: the file is truncated, or its header contradicts itself or the file's size.
-    """
-    size = path.stat().length
-    with path.open("rb") as handle:
-        prefix = handle.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER):
-            expected = f"a header of {length} bytes" if len(prefix) == 8 else "at least 8 bytes"
-            raise _damaged(path, f"{size} bytes", f"{expected} (truncated or not safetensors)")
-        try:
-            pairs = json.loads(handle.read(length), object_pairs_hook=list)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise _damaged(path, f"a header that is no JSON ({error})", "safetensors") from None
-    if not isinstance(pairs, list) or not all(isinstance(pair, tuple) for pair in pairs):
-        raise _damaged(path, "a header that is no JSON object", "safetensors")
-
-    failures: list[Failure] = []
-    tensors: dict[str, TensorInfo] = {}
-    for name, fields in pairs:
-        if name == "__metadata__":
-            continue
-        parsed = _parse_entry(name, fields, path.name, 8 + length)
-        if isinstance(parsed, Failure):
-            failures.append(parsed)
-        elif name in tensors:
-            failures.append(
-                Failure("duplicate", path.name, name, "two entries in one header", "one")
-            )
-        else:
-            tensors[name] = parsed
-    ordered = sorted(tensors.values(), key=lambda info: (info.offset, info.num_bytes))
-    end = 8 + length
-    for info in ordered:
-        if info.offset != end and not failures:
-            what = "an overlap with" if info.offset < end else "a gap before"
-            failures.append(
-                Failure(
-                    "file",
-                    path.name,
-                    info.name,
-                    f"{what} the bytes of this tensor (it starts at byte {info.offset})",
-                    f"a start at byte {end}",
-                )
-            )
-        end = max(end, info.offset + info.num_bytes)
-    if end != size and not failures:
-        what = "truncated" if size < end else "bytes that belong to no tensor at its end"
-        failures.append(Failure("file", path.name, "", f"{size} bytes", f"{end} bytes ({what})"))
-    if failures:
-        raise CheckpointError(f"{path}: damaged", failures)
-    return ordered
-
-
-def _parse_entry(name: str, fields: Any, file: str, data_start: int) -> TensorInfo | Failure:
-    """One entry of a header, its nested objects given as lists of pairs."""
-    try:
-        fields = dict(fields)
-        dtype, shape = fields["dtype"], tuple(fields["shape"])
-        begin, end = fields["data_offsets"]
-        if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
-            raise ValueError
-    except (KeyError, TypeError, ValueError):
-        return Failure(
-            "file", file, name, "a malformed entry", "dtype, shape and data_offsets in the header"
-        )
-    if dtype not in DTYPES:
-        return Failure("dtype", file, name, f"dtype {dtype}", "a dtype known here")
-    info = TensorInfo(name, dtype, shape, file, data_start + begin)
-    if end - begin != info.num_bytes:
-        return Failure(
-            "file", file, name, f"{end - begin} bytes", f"{info.num_bytes} bytes for {info}"
-        )
-    return info
-
-
-def _damaged(path: epath.Path, found: str, expected: str) -> CheckpointError:
-    return CheckpointError(f"{path}: damaged", [Failure("file", path.name, "", found, expected)])
-
-
-def read_json_object(path: epath.Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
 def _list_files(
     directory: epath.Path, failures: list[Failure]
 ) -> tuple[list[str], Mapping[str, str] | None]:
     """Names of the files to read, and the index's tensor -> file map where there is an index."""
-    present = sorted(entry.name for entry in directory.iterdir())
+    present = files_.file_names(directory)
     files = [name for name in present if name.endswith(".safetensors")]
-    index = directory / INDEX_NAME
-    if not index.exists():
+    if INDEX_NAME not in present:
         if not files:
             raise _no_safetensors(directory, present)
-        _refuse_outside(directory, files, failures)
-        return files, None
+        return _without_refused(directory, files, failures), None
 
-    weight_map = read_json_object(index).get("weight_map")
+    index = contained_file(directory, INDEX_NAME)
+    content = read_json_object(index, files_.INDEX, objects="unique")
+    weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise CheckpointError(f"{index}: expected an object 'weight_map' of tensor name to file")
-    named = sorted(set(weight_map.values()))
+    counts = Counter(weight_map.values())
+    known = set(present)
     usable = []
-    for name in named:
+    for name in sorted(counts):
         if "/" in name or "\\" in name or name in ("", ".", ".."):
             failures.append(
                 Failure("file", INDEX_NAME, "", f"the file name {name!r}", "a name without a path")
             )
-        elif name not in present:
-            count = sum(file == name for file in weight_map.values())
-            failures.append(
-                Failure("file", INDEX_NAME, "", f"no file {name}", f"it, with {count} tensors")
-            )
+        elif name not in known:
+            expected = f"it, with {counts[name]} tensors"
+            failures.append(Failure("file", INDEX_NAME, "", f"no file {printable(name)}", expected))
         else:
             usable.append(name)
-    for name in sorted(set(files) - set(named)):
-        failures.append(Failure("file", name, "", "a file that the index does not name"))
-    return _refuse_outside(directory, usable, failures), weight_map
+    for name in files:
+        if name not in counts:
+            failures.append(Failure("file", name, "", "a file that the index does not name"))
+    return _without_refused(directory, usable, failures), weight_map
 
 
-def _refuse_outside(directory: epath.Path, names: list[str], failures: list[Failure]) -> list[str]:
-    """Drops, and reports, links to files elsewhere: a checkpoint must not read what it chooses.
-
-    The hub's cache keeps `snapshots/<revision>` full of links to `blobs` beside it; those are read.
-    """
-    if "://" in os.fspath(directory):
-        return names
-    home = pathlib.Path(directory).resolve()
-    homes = [home]
-    if home.parent.name == "snapshots":
-        homes.append(home.parent.parent / "blobs")
+def _without_refused(directory: epath.Path, names: list[str], failures: list[Failure]) -> list[str]:
+    """Drops, and reports, links to files elsewhere and what is no file."""
     kept = []
     for name in names:
-        target = pathlib.Path(directory, name).resolve()
-        if any(target.is_relative_to(home) for home in homes):
+        try:
+            contained_file(directory, name)
             kept.append(name)
-        else:
-            failures.append(
-                Failure("file", name, "", f"a link to {target}", "a file within the directory")
-            )
+        except CheckpointError as error:
+            failures += error.failures
     return kept
 
 

@@ -1,20 +1,24 @@
 """The safetensors reader: every dtype and row range, and damage of every kind by name."""
 
+import io
 import json
 import os
+import pwd
 import struct
+import time
 
 import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from glm5next_jax.checkpoint import CheckpointError
+from glm5next_jax.checkpoint import CheckpointError, safetensors_reader
 from glm5next_jax.checkpoint.safetensors_reader import (
     SafetensorsDirectory,
     existing_directory,
     read_config,
 )
+from glm5next_jax.config import Glm5NextConfig
 from tests.checkpoint import released
 
 DTYPES = [
@@ -244,3 +248,112 @@ def test_config_is_required(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="expected a JSON object"):
         read_config(directory)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_public_fault_24_a_text_only_config(flat, tmp_path):
+    """sglang#37321: a config without vision_config or swiglu_limit crashed the loader."""
+    hf = released.config()
+    want = Glm5NextConfig.from_hf(hf)
+    for part in (hf, hf.get("text_config", {})):
+        part.pop("vision_config", None)
+        part.pop("swiglu_limit", None)
+    if flat:
+        hf = hf["text_config"] | {"model_type": "glm5_next_text"}
+    released.write(tmp_path, small(), hf_config=hf)
+    got = Glm5NextConfig.from_hf(tmp_path)
+    assert got.swiglu_limit == 10.0  # the class default of transformers
+    assert got.replace(hf_extra="", swiglu_limit=1.0) == want.replace(hf_extra="", swiglu_limit=1.0)
+    assert "vision_config" not in got.to_hf()
+    assert read_all(tmp_path).keys() == set("abc")
+
+
+def test_an_index_of_many_missing_files_is_refused_quickly(tmp_path):
+    released.write(tmp_path, small())
+    weight_map = {f"t{i}": f"{i}.safetensors" for i in range(30_000)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    start = time.process_time()
+    error = error_of(tmp_path)
+    assert len(error.failures) > 30_000 and len(str(error)) < 10_000
+    assert time.process_time() - start < 10  # 0.3 s; 30 s where each name looks at each other
+
+
+def test_a_directory_of_too_many_tensors(tmp_path, monkeypatch):
+    released.write(tmp_path, small("abcdef"), num_shards=2)
+    monkeypatch.setattr(safetensors_reader, "MAX_TENSORS", 6)
+    assert len(read_all(tmp_path)) == 6
+    monkeypatch.setattr(safetensors_reader, "MAX_TENSORS", 5)
+    assert "more than 5 tensors" in str(error_of(tmp_path))
+
+
+def test_a_header_of_many_faults_lists_some(tmp_path):
+    write_raw(tmp_path / "model.safetensors", {str(i): None for i in range(5000)})
+    assert len(error_of(tmp_path).failures) == 1000
+
+
+def test_owners_without_a_name(tmp_path, monkeypatch):
+    """Files unpacked in a container belong to numbers that its /etc/passwd may not know."""
+
+    def unknown(uid):
+        raise KeyError(uid)
+
+    released.write(tmp_path, small())
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert read_all(tmp_path).keys() == set("abc")
+
+
+def test_a_file_that_vanishes_or_cannot_be_read(tmp_path, monkeypatch):
+    released.write(tmp_path, small())
+    with SafetensorsDirectory(tmp_path) as reader:
+        (tmp_path / "model.safetensors").rename(tmp_path / "elsewhere")
+        with pytest.raises(
+            CheckpointError, match="model.safetensors: cannot be read: No such file"
+        ):
+            reader.read(reader.tensors[0])
+        (tmp_path / "elsewhere").rename(tmp_path / "model.safetensors")
+
+        def broken(*_):
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(os, "preadv", broken)
+        with pytest.raises(CheckpointError, match="a: found Input/output error"):
+            reader.read(reader.tensors[0])
+
+
+def test_a_dangling_link_and_a_broken_shard_are_both_named(tmp_path):
+    released.write(tmp_path, small())
+    (tmp_path / "a.safetensors").symlink_to("gone.safetensors")
+    (tmp_path / "b.safetensors").mkdir()
+    message = str(error_of(tmp_path))
+    assert "a.safetensors: cannot be read: No such file" in message
+    assert "b.safetensors: found a directory, expected a file" in message
+
+
+class Context:
+    """A file as etils' backend for TensorFlow opens it: by `with` alone, and without `readinto`."""
+
+    def __init__(self, data: bytes):
+        file = io.BytesIO(data)
+        self.seek, self.read = file.seek, file.read
+        self.is_open = False
+
+    def open(self, mode: str):
+        assert mode == "rb"
+        return self
+
+    def __enter__(self):
+        self.is_open = True
+        return self
+
+    def __exit__(self, *_):
+        self.is_open = False
+
+
+def test_a_remote_file_that_is_only_a_context():
+    context = Context(b"0123456789")
+    file = safetensors_reader._RemoteFile(context)  # type: ignore[arg-type]
+    octets = np.zeros(4, np.uint8)
+    assert context.is_open and file.read_into(octets, 3) == 4 and octets.tobytes() == b"3456"
+    assert file.read_into(octets, 8) == 2 and octets.tobytes() == b"8956"
+    file.close()
+    assert not context.is_open
