@@ -1,21 +1,23 @@
-"""Filling leaves from stored tensors: each byte straight into its place, FP8 decoded on the way."""
+"""Filling leaves from stored tensors: each byte into its place, codes decoded on the way."""
 
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from glm5next_jax.checkpoint import leaves, quantized
-from glm5next_jax.checkpoint.errors import Failure
+from glm5next_jax.checkpoint import leaves
+from glm5next_jax.checkpoint.encodings import PLAIN, TensorReader
 from glm5next_jax.checkpoint.leaves import Faults, LeafReader, Part, Tile
-from glm5next_jax.checkpoint.mapping import TIED_REASON, Entry, Piece, Plan
-from glm5next_jax.checkpoint.safetensors_reader import DTYPES, SafetensorsDirectory
+from glm5next_jax.checkpoint.planning import TIED_REASON, Entry, Piece, Plan
+from glm5next_jax.checkpoint.safetensors_header import DTYPES, TensorInfo
+from glm5next_jax.errors import Failure
 
 
 def assemble(
-    reader: SafetensorsDirectory,
+    reader: TensorReader,
     plan: Plan,
     dtypes: Mapping[str, np.dtype],
     *,
@@ -36,10 +38,10 @@ def assemble(
 
 
 class StoredLeaves(LeafReader):
-    """Leaves of a released directory.
+    """Leaves filled from stored tensors as a plan says.
 
     Args:
-      reader: the directory that the plan was made for.
+      reader: of the checkpoint that the plan was made for.
       plan: what fills what.
       dtypes: of each leaf: bfloat16, float32, or float8_e4m3fn where the plan keeps codes.
       check_finite: whether `finish` refuses NaN and infinity.
@@ -48,7 +50,7 @@ class StoredLeaves(LeafReader):
 
     def __init__(
         self,
-        reader: SafetensorsDirectory,
+        reader: TensorReader,
         plan: Plan,
         dtypes: Mapping[str, np.dtype],
         *,
@@ -76,7 +78,7 @@ class StoredLeaves(LeafReader):
             progress=progress,
         )
 
-    def _place(self, source) -> tuple[int, int]:
+    def _place(self, source: TensorInfo) -> tuple[int, int]:
         return self._rank[source.file], source.offset
 
     @property
@@ -99,165 +101,89 @@ class StoredLeaves(LeafReader):
 
     def _source_bytes(self, leaf: str, start: int, stop: int, columns: int) -> int:
         return sum(
-            _stored_bytes(entry, first, last, columns)
+            (entry.encoding or PLAIN).stored_bytes(entry.source, first, last, columns)
             for entry, first, last, _ in self._overlapping(leaf, start, stop)
         )
 
     def _tiles(self, leaf: str, start: int, stop: int, parts: Sequence[Part]) -> Iterator[Tile]:
-        width = leaves.as_matrix(self._shapes[leaf])[1]
-        column = parts[0].column
         columns = sum(part.out.shape[1] for part in parts)
         for entry, first, last, row in self._overlapping(leaf, start, stop):
+            source, encoding = entry.source, entry.encoding or PLAIN
             shift = row - start - first  # from a stored row to a row of the parts
-            row_bytes = columns * DTYPES[entry.source.dtype].itemsize
+            row_bytes = columns * DTYPES[source.dtype].itemsize
             step = max(1, leaves.TILE_BYTES // max(row_bytes, 1))
-            height, align = max(last, 1), 1
-            if entry.block is not None:
-                height, align = entry.source.shape[-2], entry.block[0]
+            matrix, block = encoding.alignment(source)
+            height, chunk = self._reader.granularity(source)
+            height, align = min(height, matrix), math.lcm(block, chunk)
             for low, high in leaves.cuts(first, last, height, step, align):
                 cut = [Part(p.column, p.out[low + shift : high + shift]) for p in parts]
                 yield Tile(
                     sum(part.out.nbytes for part in cut),
-                    _stored_bytes(entry, low, high, columns),
-                    lambda entry=entry, low=low, high=high, cut=cut: self._fill(
-                        entry, low, high, width, column, columns, cut
-                    ),
+                    encoding.stored_bytes(source, low, high, columns),
+                    lambda entry=entry, low=low, cut=cut: self._fill(entry, low, cut),
                 )
 
-    def _fill(
-        self,
-        entry: Entry,
-        start: int,
-        stop: int,
-        width: int,
-        column: int,
-        columns: int,
-        parts: Sequence[Part],
-    ) -> Faults | None:
-        """Puts rows [start, stop) of one stored tensor, and some of its columns, into their parts.
+    def _fill(self, entry: Entry, start: int, parts: Sequence[Part]) -> Faults | None:
+        """Puts rows of one stored weight, and some of its columns, into their parts.
 
-        Runs in a thread. FP8 rows lie in one row of matrices.
+        Runs in a thread.
         """
-        source = entry.source
-        dtype = DTYPES[source.dtype]
-        only = parts[0].out
-        as_stored = entry.scale is None and only.dtype == dtype
-        if as_stored and len(parts) == 1:
-            self._reader.read_rectangle(source, width, start, column, only)
-            num_bad = leaves.non_finite_count(only) if self.check_finite else 0
-            return self._faults_of(entry, num_bad, num_bad if dtype.itemsize == 1 else 0)
-        stored = np.empty((stop - start, columns), dtype)
-        self._reader.read_rectangle(source, width, start, column, stored)
-        factors = None if entry.scale is None else self._factors(entry, start, stop)
-        num_bad = num_codes = 0
-        for part in parts:
-            first = part.column - column
-            values = stored[:, first : first + part.out.shape[1]]
-            if factors is None:
-                with np.errstate(over="ignore", invalid="ignore"):  # counted, and reported by name
-                    np.copyto(part.out, values, casting="unsafe")
-                count = leaves.non_finite_count(part.out) if self.check_finite else 0
-                num_codes += count if dtype.itemsize == 1 else 0
-            else:
-                count, codes = self._decode(entry, start, values, factors, part)
-                num_codes += codes
-            num_bad += count
-        return self._faults_of(entry, num_bad, num_codes)
-
-    def _factors(self, entry: Entry, start: int, stop: int) -> np.ndarray:
-        """The rows of factors that belong to rows [start, stop) of FP8 codes."""
-        assert entry.scale is not None
-        first, last = _factor_rows(entry, start, stop)
-        factors = np.empty((last - first, entry.scale.shape[-1]), np.float32)
-        self._reader.read_rectangle(entry.scale, factors.shape[1], first, 0, factors)
-        return factors
-
-    def _decode(
-        self, entry: Entry, start: int, codes: np.ndarray, factors: np.ndarray, part: Part
-    ) -> tuple[int, int]:
-        """Writes the numbers that codes mean; returns how many of each are not finite."""
-        assert entry.block is not None
-        rows, columns = entry.block
-        first, last = part.column // columns, -(-(part.column + codes.shape[1]) // columns)
-        own = factors[:, first:last]
-        quantized.dequantize(
-            codes,
-            own,
-            part.out.dtype,
-            block=entry.block,
-            origin=(start % entry.source.shape[-2] % rows, part.column % columns),
-            out=part.out,
-        )
-        if not self.check_finite:
-            return 0, 0
-        num_codes = quantized.count_nan_codes(codes)
-        with np.errstate(over="ignore", invalid="ignore"):
-            largest = (np.abs(own).max(initial=0) * quantized.MAX_VALUE).astype(part.out.dtype)
-        if num_codes == 0 and np.isfinite(largest):  # then so is every product
-            return 0, 0
-        return leaves.non_finite_count(part.out), num_codes
-
-    def _faults_of(self, entry: Entry, num_values: int, num_codes: int) -> Faults | None:
+        encoding = entry.encoding or PLAIN
+        found = encoding.fill(self._reader, entry.source, start, parts, self.check_finite)
+        if isinstance(found, Failure):
+            return Faults(found, 1)
+        num_values, num_codes = found
         return Faults(entry, num_values, num_codes) if num_values else None
 
-    def _failure(self, source: Entry, counts: Sequence[int]) -> Failure:
-        values, codes = counts
-        found = f"{values} values that are NaN or infinite"
-        if source.scale is not None:
-            found += f" after scaling ({codes} NaN codes)"
-        elif codes:
-            found = f"{codes} NaN codes"
+    def _failure(self, source: Entry | Failure, counts: Sequence[int]) -> Failure:
+        if isinstance(source, Failure):
+            return source
+        found = (source.encoding or PLAIN).describe(*counts)
         return Failure("value", source.source.file, source.source.name, found, "finite weights")
 
     def _last_checks(self) -> list[Failure]:
         return _compare_tied(self._reader, self._plan)
 
 
-def _factor_rows(entry: Entry, start: int, stop: int) -> tuple[int, int]:
-    """Rows of the factors, as one matrix, of rows [start, stop) within one matrix of codes."""
-    assert entry.block is not None and entry.scale is not None
-    matrix, row = divmod(start, entry.source.shape[-2])
-    first = matrix * entry.scale.shape[-2]
-    rows = entry.block[0]
-    return first + row // rows, first - (-(row + stop - start) // rows)
-
-
-def _stored_bytes(entry: Entry, start: int, stop: int, columns: int) -> int:
-    """What rows [start, stop) of some columns take in the file, whole rows of factors included."""
-    num_bytes = (stop - start) * columns * DTYPES[entry.source.dtype].itemsize
-    if entry.scale is None or entry.block is None:
-        return num_bytes
-    height = entry.source.shape[-2]
-    num_rows = 0
-    for low, high in leaves.cuts(start, stop, height, height, entry.block[0]):
-        first, last = _factor_rows(entry, low, high)
-        num_rows += last - first
-    return num_bytes + num_rows * entry.scale.shape[-1] * 4
-
-
-def _compare_tied(reader: SafetensorsDirectory, plan: Plan) -> list[Failure]:
+def _compare_tied(reader: TensorReader, plan: Plan) -> list[Failure]:
     """A stored head that is said to be tied must be the embedding, or the config is wrong."""
     tied = [kept.source for kept in plan.kept if kept.reason == TIED_REASON]
+    if not tied:
+        return []
     embedding = next(
-        entry.source for entry in plan.entries if entry.pieces[0].leaf == "embed_tokens.weight"
+        entry for entry in plan.entries if entry.pieces[0].leaf == "embed_tokens.weight"
     )
+    by_suffix = {_suffix(info): info for info in embedding.tensors}
     failures = []
     for head in tied:
-        same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
-        rows = head.shape[0] if head.shape else 0
-        step = max(1, leaves.TILE_BYTES * rows // max(head.num_bytes, 1))
-        for start in range(0, rows if same else 0, step):
-            stop = min(start + step, rows)
-            ours, theirs = reader.read(head, start, stop), reader.read(embedding, start, stop)
-            same = same and ours.tobytes() == theirs.tobytes()
-        if not same:
+        twin = by_suffix.get(_suffix(head))
+        if twin is None or not _same(reader, head, twin):
             failures.append(
                 Failure(
                     "value",
                     head.file,
                     head.name,
-                    f"{head}, other values than {embedding.name}",
+                    f"{head}, other values than {(twin or embedding.source).name}",
                     "the same, or a config without tie_word_embeddings",
                 )
             )
     return failures
+
+
+def _suffix(info: TensorInfo) -> str:
+    return info.name.rpartition(".")[2]
+
+
+def _same(reader: TensorReader, one: TensorInfo, other: TensorInfo) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    rows, columns = leaves.as_matrix(one.shape)
+    step = max(1, leaves.TILE_BYTES * rows // max(one.num_bytes, 1))
+    for start in range(0, rows, step):
+        extent = (min(step, rows - start), columns)
+        ours, theirs = (np.empty(extent, DTYPES[one.dtype]) for _ in range(2))
+        reader.read_rectangle(one, columns, start, 0, ours)
+        reader.read_rectangle(other, columns, start, 0, theirs)
+        if ours.tobytes() != theirs.tobytes():
+            return False
+    return True

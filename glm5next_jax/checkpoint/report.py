@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from glm5next_jax.checkpoint.mapping import Plan
+from glm5next_jax.checkpoint.planning import Plan
 
 _COUNTED = re.compile(r"(\.experts\.|visual\.blocks\.)([0-9]+)(?=\.)")
 
@@ -22,7 +22,8 @@ def table(plan: Plan, dtypes: Mapping[str, Any]) -> str:
     """
     sources: dict[str, dict[str, list[str]]] = {leaf: {} for leaf in plan.specs}
     for entry in sorted(plan.entries, key=lambda entry: entry.pieces[0].target_start):
-        note = f" ({entry.source.dtype}{' with scale' if entry.scale else ''})"
+        encoding = entry.encoding
+        note = f" ({f'{encoding.title} with scale' if encoding else entry.source.dtype})"
         for leaf in dict.fromkeys(piece.leaf for piece in entry.pieces):
             sources[leaf].setdefault(note, []).append(entry.source.name)
     rows, total = [], 0
@@ -44,8 +45,8 @@ def table(plan: Plan, dtypes: Mapping[str, Any]) -> str:
         size = human_bytes(sum(info.num_bytes for info in group))
         lines += ["", f"{len(group)} tensors, {size}: {reason}"]
         lines += [f"  {name}" for name in _shortened([info.name for info in group], cut=False)]
-    stored = sum(e.source.num_bytes + (e.scale.num_bytes if e.scale else 0) for e in plan.entries)
-    num_stored = sum(1 + (entry.scale is not None) for entry in plan.entries)
+    stored = sum(entry.num_bytes for entry in plan.entries)
+    num_stored = sum(len(entry.tensors) for entry in plan.entries)
     num_parameters = sum(math.prod(spec.shape) for spec in plan.specs.values())
     lines += [
         "",

@@ -12,7 +12,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from glm5next_jax.checkpoint import CheckpointError, mapping, report
+from glm5next_jax.checkpoint import CheckpointError, mapping, planning, report
+from glm5next_jax.checkpoint.encodings import Fp8Blocks
+from glm5next_jax.checkpoint.quantization_config import QuantizationConfig
 from glm5next_jax.checkpoint.safetensors_reader import TensorInfo
 from glm5next_jax.config import Glm5NextConfig
 from glm5next_jax.model import param_specs
@@ -21,6 +23,7 @@ from tests.checkpoint import released
 MANIFEST = pathlib.Path(__file__).parents[1] / "data" / "manifest"
 NAMES = {np.dtype(np.float32): "F32", released.BF16: "BF16", released.FP8: "F8_E4M3"}
 TEXT = released.TEXT
+BLOCKS_16 = QuantizationConfig("fp8", (16, 16))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +69,7 @@ def width(specs, entry) -> int:
     return shape[-1] if len(shape) > 1 else 1
 
 
-def times_filled(plan: mapping.Plan) -> dict[str, np.ndarray]:
+def times_filled(plan: planning.Plan) -> dict[str, np.ndarray]:
     """How often each row of each leaf is written."""
     counts = {leaf: np.zeros(num_rows(spec.shape), np.int32) for leaf, spec in plan.specs.items()}
     for entry in plan.entries:
@@ -91,10 +94,10 @@ def test_every_released_name_is_accounted_for(kind, full_config, full_specs):
     tensors = manifest(kind)
     assert len(tensors) == {"fp8": 76108, "bf16": 38770}[kind]
 
-    plan = mapping.plan(tensors, full_config, full_specs)
+    plan = planning.plan(tensors, full_config, full_specs)
 
     used = [entry.source for entry in plan.entries]
-    scales = [entry.scale for entry in plan.entries if entry.scale is not None]
+    scales = [e.encoding.scale for e in plan.entries if isinstance(e.encoding, Fp8Blocks)]
     kept = [each.source for each in plan.kept]
     assert sorted([*used, *scales, *kept], key=lambda i: i.name) == sorted(
         tensors, key=lambda i: i.name
@@ -108,8 +111,8 @@ def test_every_released_name_is_accounted_for(kind, full_config, full_specs):
 
     reasons = Counter(each.reason for each in plan.kept)
     assert reasons == {
-        mapping.MTP_REASON: 1760 if kind == "fp8" else 889,
-        mapping.VISION_REASON: 347,
+        planning.MTP_REASON: 1760 if kind == "fp8" else 889,
+        planning.VISION_REASON: 347,
     }
     weights = [info for info in kept if not info.name.endswith("_scale_inv")]
     mtp = sum(numel(info) for info in weights if "layers.45." in info.name)
@@ -119,7 +122,7 @@ def test_every_released_name_is_accounted_for(kind, full_config, full_specs):
 
 
 def test_placement_in_stacked_leaves_of_the_full_model(full_config, full_specs):
-    plan = mapping.plan(manifest("bf16"), full_config, full_specs)
+    plan = planning.plan(manifest("bf16"), full_config, full_specs)
 
     def places(leaf):
         return {
@@ -148,7 +151,7 @@ def test_placement_in_stacked_leaves_of_the_full_model(full_config, full_specs):
 def test_plan_of_the_full_model_is_quick(full_config, full_specs):
     tensors = manifest("fp8")
     start = time.process_time()  # not wall time: other work on the machine must not fail this
-    mapping.plan(tensors, full_config, full_specs)
+    planning.plan(tensors, full_config, full_specs)
     assert time.process_time() - start < 5
 
 
@@ -172,7 +175,7 @@ def test_every_form_fills_every_element_once(form, prefix, tiny_config, tiny_spe
         tensors = released.fused(tensors)
     renamed = {name.replace(TEXT, prefix): x for name, x in tensors.items()}
 
-    plan = mapping.plan(infos(renamed), tiny_config, tiny_specs)
+    plan = planning.plan(infos(renamed), tiny_config, tiny_specs)
 
     assert all((count == 1).all() for count in times_filled(plan).values())
     assert len(plan.entries) + len(plan.kept) == len(tensors)
@@ -190,7 +193,7 @@ def test_other_spellings_of_fused_names(old, new, tiny_config, tiny_specs):
     tensors = released.fused(released.released(released.in_memory()))
     renamed = {name.replace(old, new): x for name, x in tensors.items()}
     assert renamed.keys() != tensors.keys()
-    plan = mapping.plan(infos(renamed), tiny_config, tiny_specs)
+    plan = planning.plan(infos(renamed), tiny_config, tiny_specs)
     assert all((count == 1).all() for count in times_filled(plan).values())
 
 
@@ -204,20 +207,20 @@ def test_smear_and_biases(tiny_config):
         for name, size in (("q_a_proj", 32), ("kv_a_proj_with_mqa", 16), ("o_proj", 64)):
             bias = np.zeros((size,), np.float32)
             tensors[f"{TEXT}layers.{layer}.self_attn.{name}.bias"] = bias
-    plan = mapping.plan(infos(tensors), config, param_specs(config))
+    plan = planning.plan(infos(tensors), config, param_specs(config))
     assert all((count == 1).all() for count in times_filled(plan).values())
 
 
 def test_tied_head_is_set_aside(tiny_config):
     config = tiny_config.replace(tie_word_embeddings=True)
     tensors = released.released(released.in_memory())
-    plan = mapping.plan(infos(tensors), config, param_specs(config))
+    plan = planning.plan(infos(tensors), config, param_specs(config))
     tied = [kept for kept in plan.kept if kept.source.name == "lm_head.weight"]
-    assert [kept.reason for kept in tied] == [mapping.TIED_REASON]
+    assert [kept.reason for kept in tied] == [planning.TIED_REASON]
     assert not tied[0].is_carried
 
     del tensors["lm_head.weight"]
-    mapping.plan(infos(tensors), config, param_specs(config))
+    planning.plan(infos(tensors), config, param_specs(config))
 
 
 def faulty(tiny_config, tiny_specs, change, config=None) -> CheckpointError:
@@ -226,8 +229,8 @@ def faulty(tiny_config, tiny_specs, change, config=None) -> CheckpointError:
     table = {info.name: info for info in infos(tensors)}
     extra = change(table) or []
     with pytest.raises(CheckpointError) as caught:
-        mapping.plan(
-            [*table.values(), *extra], config or tiny_config, tiny_specs, weight_block_size=(16, 16)
+        planning.plan(
+            [*table.values(), *extra], config or tiny_config, tiny_specs, quantization=BLOCKS_16
         )
     return caught.value
 
@@ -285,7 +288,7 @@ def replace(name, **changes):
         (lambda t: t.pop(Q_A) and None, "scale", Q_A + "_scale_inv", "without its weight", Q_A),
         (replace(Q_A, dtype="BF16"), "scale", Q_A + "_scale_inv", "a weight of BF16", "F8_E4M3"),
         (replace(Q_A + "_scale_inv", shape=(4, 2)), "scale", Q_A + "_scale_inv", "[4, 2]", "16 x"),
-        (replace(Q_A + "_scale_inv", dtype="BF16"), "dtype", Q_A + "_scale_inv", "BF16", "F32"),
+        (replace(Q_A + "_scale_inv", dtype="F16"), "dtype", Q_A + "_scale_inv", "F16", "F32"),
         (add("model.visual.a.weight", "F8_E4M3", (8, 8)), "scale", "visual", "without a scale", ""),
     ],
 )  # fmt: skip
@@ -349,7 +352,7 @@ def test_missing_names_are_told_with_the_prefix_of_the_checkpoint(tiny_config, t
     tensors = {name.replace(TEXT, "model."): x for name, x in tensors.items()}
     del tensors["model.layers.7.hc_ffn_scale"]
     with pytest.raises(CheckpointError, match=r"\n  model\.layers\.7\.hc_ffn_scale: found no such"):
-        mapping.plan(infos(tensors), tiny_config, tiny_specs)
+        planning.plan(infos(tensors), tiny_config, tiny_specs)
 
 
 def test_a_deeper_checkpoint_is_not_taken_for_multi_token_prediction(tiny_config):
@@ -362,7 +365,7 @@ def test_a_deeper_checkpoint_is_not_taken_for_multi_token_prediction(tiny_config
     )
     tensors = released.released(released.in_memory())
     with pytest.raises(CheckpointError) as caught:
-        mapping.plan(infos(tensors), config, param_specs(config))
+        planning.plan(infos(tensors), config, param_specs(config))
     assert {f.tensor for f in caught.value.failures} == {
         f"{TEXT}layers.7.hc_{module}_{name}"
         for module in ("attn", "ffn")
@@ -370,14 +373,44 @@ def test_a_deeper_checkpoint_is_not_taken_for_multi_token_prediction(tiny_config
     }
 
 
-def test_foreign_quantisation_is_named(tiny_config, tiny_specs):
-    error = faulty(tiny_config, tiny_specs, add(EXPERT + "_packed", "U8", (64, 8)))
-    assert "NVFP4" in str(error) and "block FP8" in str(error)
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        (f"{EXPERT.removesuffix('.weight')}.qweight", "I32"),  # GPTQ, AWQ
+        (f"{EXPERT.removesuffix('.weight')}.weight_shape", "I64"),  # AWQ of compressed-tensors
+        (f"{TEXT}layers.4.mlp.experts.gate_up_proj_blocks", "U8"),  # MXFP4
+    ],
+)
+def test_foreign_quantisation_is_named(name, dtype, tiny_config, tiny_specs):
+    error = faulty(tiny_config, tiny_specs, add(name, dtype, (64, 8)))
+    (failure,) = error.failures
+    assert (failure.kind, failure.tensor) == ("unknown", name)
+    assert "MXFP4, GPTQ or AWQ" in str(error) and "block FP8" in str(error)
+
+
+def test_released_sources_are_those_of_the_manifest(full_config, full_specs):
+    """Back from every part of every leaf to just the names of the released checkpoint."""
+    segments = mapping.segments(full_config)
+    names = set()
+    for leaf, spec in full_specs.items():
+        name = mapping.Name.of(leaf)
+        stacked = len(spec.shape) == 3 and ".experts." in leaf
+        parts = [f"[{part}]" for part, _ in segments.get(name.generic, ())]
+        for part in parts or ["[{E}]" if stacked else ""]:
+            source = mapping.released_source(name.generic + part)
+            for expert in range(spec.shape[0] if stacked else 1):
+                prefix = "" if leaf == "lm_head.weight" else TEXT
+                full = source.replace("{L}", str(name.layer)).replace("{E}", str(expert))
+                names.add(prefix + full)
+    released_names = {info.name for info in manifest("bf16")}
+    assert names == {n for n in released_names if "visual" not in n and "layers.45." not in n}
+    with pytest.raises(ValueError, match="target='x'"):
+        mapping.released_source("x")
 
 
 def test_table(tiny_config, tiny_specs):
     tensors = released.with_fp8(released.released(released.in_memory()), (16, 16))[0]
-    plan = mapping.plan(infos(tensors), tiny_config, tiny_specs, weight_block_size=(16, 16))
+    plan = planning.plan(infos(tensors), tiny_config, tiny_specs, quantization=BLOCKS_16)
     text = report.table(plan, {leaf: np.dtype(spec.dtype) for leaf, spec in tiny_specs.items()})
     lines = text.splitlines()
     assert all(sum(line.startswith(f"{leaf} ") for line in lines) == 1 for leaf in tiny_specs)
@@ -387,6 +420,6 @@ def test_table(tiny_config, tiny_specs):
     fused = next(line for line in lines if "layers.0.self_attn.qkv_proj" in line)
     assert f"{TEXT}layers.0.self_attn.q_proj.weight + …k_proj.weight + …v_proj" in fused
     num_vision = sum("visual" in name for name in tensors)
-    assert any(f"{num_vision} tensors" in line and mapping.VISION_REASON in line for line in lines)
+    assert any(f"{num_vision} tensors" in line and planning.VISION_REASON in line for line in lines)
     num_parameters = sum(math.prod(spec.shape) for spec in tiny_specs.values())
     assert f"{len(tiny_specs)} leaves, {num_parameters:,} parameters" in lines[-1]

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from glm5next_jax import Glm5NextConfig, forward, generate
-from glm5next_jax.checkpoint import mapping
+from glm5next_jax.checkpoint import planning
 from glm5next_jax.checkpoint.safetensors_reader import TensorInfo
 from glm5next_jax.model import Glm5NextForCausalLM, param_specs
 from glm5next_jax.moe import MoE
@@ -344,7 +344,7 @@ def test_mtp_field_accounts_for_more_layers():
 
     def kinds(config) -> set[str]:
         try:
-            mapping.plan(names, config, {})
+            planning.plan(names, config, {})
         except ValueError as error:
             return {failure.tensor for failure in error.failures}  # type: ignore[attr-defined]
         return set()
