@@ -7,28 +7,21 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from etils import epath
 from flax import nnx
 from jax.sharding import Mesh
 from tqdm import tqdm
 
 from glm5next_jax import sharding
-from glm5next_jax.checkpoint import assemble, mapping, memory, native, placement, quantized
-from glm5next_jax.checkpoint.errors import CheckpointError, Failure
-from glm5next_jax.checkpoint.safetensors_reader import (
-    SafetensorsDirectory,
-    existing_directory,
-    read_config,
-)
+from glm5next_jax.checkpoint import memory, placement
+from glm5next_jax.checkpoint.source import open_source
 from glm5next_jax.config import Glm5NextConfig
+from glm5next_jax.errors import CheckpointError, Failure
 from glm5next_jax.model import Glm5NextForCausalLM
-from glm5next_jax.tokenizer import GenerationConfig, Tokenizer
 
 __all__ = ["CheckpointError", "Failure", "load"]
 
@@ -56,11 +49,11 @@ def load(
         model goes to the default device.
       dtype: compute dtype, bfloat16 or float32, instead of the one in the checkpoint's config;
         `model.config.dtype` is it.
-      weights: dtype at rest; by default the compute dtype. FP8 blocks are multiplied by their
-        factors in float32 and rounded once to it. What must be float32 (router, convolution, decay
-        and hyper-connection base and scale) is float32 whatever this says. "fp8" keeps the FP8
-        blocks of a released checkpoint as they are stored, codes and factors, half the size of
-        bfloat16; its other weights take the compute dtype.
+      weights: dtype at rest; by default the compute dtype. Codes are multiplied by their factors in
+        float32 and rounded once to it. What must be float32 (router, convolution, decay and
+        hyper-connection base and scale) is float32 whatever this says. "fp8" keeps FP8 blocks as
+        they are stored, codes and factors, half the size of bfloat16; other weights take the
+        compute dtype.
       check_finite: refuse NaN and infinite weights.
 
     Returns:
@@ -72,43 +65,28 @@ def load(
         the model, exactly and both ways: also weights that are not stored as 128 x 128 blocks of
         FP8 where "fp8" needs them. One report lists every failure.
       ValueError: an unsupported config or argument, a mesh that the model does not divide over, a
-        tokenizer that cannot be read, an end-of-generation token outside the vocabulary, or "fp8"
-        for a converted directory.
+        tokenizer that cannot be read, or an end-of-generation token outside the vocabulary.
       MemoryError: a device needs more for the weights than is free; the message has both numbers.
     """
     if weights is not None and weights not in (*_WEIGHTS, _FP8):
         raise ValueError(f"{weights=}; expected one of {(*_WEIGHTS, _FP8)} or None")
-    directory = existing_directory(path)
-    config = config_of(directory)
-    if dtype is not None:
-        config = config.replace(dtype=_dtype_name(dtype))
-    # The small files first: a fault in them should not be found after minutes of reading weights.
-    tokenizer = Tokenizer.from_directory(directory)
-    eos_token_ids = _eos_token_ids(directory, config)
     fp8 = weights == _FP8
-    param_dtype = config.dtype if weights is None or fp8 else _WEIGHTS[weights]
-    sharding.check_mesh(config, mesh, fp8=fp8)
-    skeleton = _skeleton(config, param_dtype, fp8)
-    specs = skeleton.specs(mesh)
-
     with contextlib.ExitStack() as stack:
-        if native.is_converted(directory):
-            native.check_header(directory)
-            if fp8:
-                raise ValueError(
-                    f"{directory}: a converted checkpoint holds no FP8 weights; {weights=} needs "
-                    "the released directory"
-                )
-            open_leaves = functools.partial(native.ConvertedLeaves, directory, specs)
-        else:
-            reader = stack.enter_context(SafetensorsDirectory(directory))
-            plan = plan_of(reader, config, specs)
-            dtypes = {leaf: np.dtype(spec.dtype) for leaf, spec in specs.items()}
-            open_leaves = functools.partial(assemble.StoredLeaves, reader, plan, dtypes)
+        source = stack.enter_context(open_source(path))
+        config = source.config
+        if dtype is not None:
+            config = config.replace(dtype=_dtype_name(dtype))
+        # The small files first: a fault in them should not be found after minutes of reading.
+        tokenizer, eos_token_ids = source.tokenizer(), source.eos_token_ids()
+        param_dtype = config.dtype if weights is None or fp8 else _WEIGHTS[weights]
+        sharding.check_mesh(config, mesh, fp8=fp8)
+        skeleton = _skeleton(config, param_dtype, fp8)
+        specs = skeleton.specs(mesh)
+        bar = stack.enter_context(_progress_bar())
+        leaves = source.leaves(specs, check_finite=check_finite, progress=bar.update)
+        stack.enter_context(leaves)
         needed = placement.bytes_per_device(specs)
-        memory.require_free_on_devices(needed, f"{directory}: the model")
-        bar = stack.enter_context(progress_bar(0, "loading"))
-        leaves = stack.enter_context(open_leaves(check_finite=check_finite, progress=bar.update))
+        memory.require_free_on_devices(needed, f"{source.path}: the model")
         bar.total = placement.source_bytes(leaves, specs)
         model = skeleton.filled(placement.place(leaves, specs))
 
@@ -118,61 +96,13 @@ def load(
     return model
 
 
-def config_of(directory: epath.Path) -> Glm5NextConfig:
-    """The configuration of a checkpoint directory.
-
-    Raises:
-      ValueError: no `config.json`, or not one of this model; the message names the file.
-    """
-    read_config(directory)
-    return Glm5NextConfig.from_hf(directory)
-
-
-def plan_of(
-    reader: SafetensorsDirectory, config: Glm5NextConfig, specs: dict[str, Any]
-) -> mapping.Plan:
-    """`mapping.plan` for a directory, with the FP8 block that its config states."""
-    quantization = read_config(reader.path).get("quantization_config") or {}
-    block = quantization.get("weight_block_size") or quantized.BLOCK_SHAPE
-    if len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
-        raise CheckpointError(
-            f"{reader.path / 'config.json'}: found weight_block_size {block}, expected two sizes"
-        )
-    return mapping.plan(
-        reader.tensors,
-        config,
-        specs,
-        weight_block_size=(block[0], block[1]),
-        origin=str(reader.path),
-    )
-
-
-def plan_bytes(plan: mapping.Plan) -> Iterator[int]:
-    """Sizes of the stored tensors that fill leaves, scales included."""
-    for entry in plan.entries:
-        yield entry.source.num_bytes
-        if entry.scale is not None:
-            yield entry.scale.num_bytes
-
-
-def progress_bar(total: int, what: str, *, quiet: bool = False) -> tqdm:
+def _progress_bar() -> tqdm:
     """A bar counting bytes, with their rate and the time left, on the first process's stderr.
 
     It is shown only where that is a terminal.
     """
-    hidden = quiet or not sys.stderr.isatty() or jax.process_index() != 0
-    return tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=hidden)
-
-
-def _eos_token_ids(directory: epath.Path, config: Glm5NextConfig) -> tuple[int, ...]:
-    stated = GenerationConfig.from_directory(directory).eos_token_ids
-    for token in stated:
-        if token >= config.vocab_size:
-            raise ValueError(
-                f"{directory / 'generation_config.json'}: eos_token_id holds {token}, outside the "
-                f"vocabulary 0..{config.vocab_size - 1} of config.json"
-            )
-    return stated or config.eos_token_id
+    hidden = not sys.stderr.isatty() or jax.process_index() != 0
+    return tqdm(total=0, desc="loading", unit="B", unit_scale=True, disable=hidden)
 
 
 def _dtype_name(dtype: Any) -> str:

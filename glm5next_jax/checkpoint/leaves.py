@@ -19,7 +19,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from glm5next_jax.checkpoint.errors import CheckpointError, Failure
+from glm5next_jax.errors import CheckpointError, Failure
 
 Index = tuple[tuple[int, int], ...]  # from where to where, of each dimension
 TILE_BYTES = 2 << 20  # read, and held beside the result, by one thread at a time
@@ -64,12 +64,13 @@ class LeafReader(abc.ABC):
 
     Attributes:
       order: paths of the leaves, in the order in which they are best read.
+      progress: called, in the caller's thread, with the number of bytes just read.
 
     Args:
       shapes, dtypes: of every leaf.
       order: see above.
       check_finite: whether `finish` refuses NaN and infinity.
-      progress: called, in the caller's thread, with the number of bytes just read.
+      progress: see above.
     """
 
     def __init__(
@@ -83,7 +84,8 @@ class LeafReader(abc.ABC):
     ):
         self.order = tuple(order)
         self.check_finite = check_finite
-        self._shapes, self._dtypes, self._progress = shapes, dtypes, progress
+        self._shapes, self._dtypes = shapes, dtypes
+        self.progress = progress
         self._faults: dict[Any, list[int]] = {}
         # Some wait for the disk while others convert.
         self._num_threads = min(32, max(4, 2 * len(os.sched_getaffinity(0))))
@@ -99,6 +101,10 @@ class LeafReader(abc.ABC):
     def scratch_bytes(self) -> int:
         """About how much memory the threads take beside the results."""
         return 2 * TILE_BYTES * self._num_threads
+
+    def shape(self, leaf: str) -> tuple[int, ...]:
+        """Of a leaf."""
+        return self._shapes[leaf]
 
     def source_bytes(self, leaf: str, indices: Sequence[Index]) -> int:
         """Bytes that `read` of the same will read."""
@@ -156,6 +162,11 @@ class LeafReader(abc.ABC):
             for out, index in zip(slices, indices, strict=True)
         ]
 
+    @property
+    def has_faults(self) -> bool:
+        """Whether what was read so far holds anything that `finish` will refuse."""
+        return bool(self._faults)
+
     def finish(self) -> None:
         """Reports, once everything is read, what was found on the way.
 
@@ -173,7 +184,7 @@ class LeafReader(abc.ABC):
             counts = self._faults.setdefault(faults.source, [0, 0])
             counts[0] += faults.num_values
             counts[1] += faults.num_codes
-        self._progress(tile.source_bytes)
+        self.progress(tile.source_bytes)
 
     @property
     @abc.abstractmethod

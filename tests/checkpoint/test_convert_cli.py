@@ -3,21 +3,25 @@ or absent."""
 
 import json
 import os
+import re
+import shutil
+import socket
 import subprocess
 import sys
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import convert.__main__ as command
-from convert import converter
-from glm5next_jax import __version__
+from convert import converter, progress, safetensors_writer
+from glm5next_jax import __version__, make_mesh
 from glm5next_jax.checkpoint import load, native
 from glm5next_jax.checkpoint.safetensors_reader import (
     INDEX_NAME,
     SafetensorsDirectory,
-    existing_directory,
 )
 from tests.checkpoint import released
 
@@ -54,7 +58,7 @@ def stored():
 def source(tmp_path_factory, stored):
     config = released.config()
     config["text_config"] |= {"num_nextn_predict_layers": 1, "dtype": "bfloat16"}
-    config["quantization_config"] = {"weight_block_size": [16, 16]}
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
     directory = tmp_path_factory.mktemp("cli") / "src"
     released.write(directory, stored, hf_config=config, num_shards=3)
     for name, text in COPIED.items():
@@ -107,21 +111,70 @@ def test_round_trip_in_a_process(source, stored, tmp_path):
             assert (x.dtype, x.shape, x.tobytes()) == (want.dtype, want.shape, want.tobytes())
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "keep"])
+def orbax_tree(directory) -> dict[str, np.ndarray]:
+    """What Orbax itself restores of a converted directory."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        return checkpointer.restore(directory / native.WEIGHTS_NAME)
+
+
+def kinds_of(leaves) -> dict[str, str]:
+    return {leaf: x.dtype.name for leaf, x in leaves.items()}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_dtypes(dtype, source, tmp_path):
     assert main(source, tmp_path / "dst", "--dtype", dtype, "--quiet") == 0
-    with native._checkpointer() as checkpointer:
-        tree = checkpointer.metadata(tmp_path / "dst" / "weights").item_metadata.tree
-    kinds = {leaf: str(meta.dtype) for leaf, meta in tree.items()}
+    tree = orbax_tree(tmp_path / "dst")
+    loaded = leaves_of(load(source, dtype=dtype))
+    assert bits(leaves_of(load(tmp_path / "dst", dtype=dtype))) == bits(loaded)
     if dtype == "float32":
-        assert set(kinds.values()) == {"float32"}
-        got = leaves_of(load(tmp_path / "dst", dtype="float32"))
-        assert bits(got) == bits(leaves_of(load(source, dtype="float32")))
+        assert set(kinds_of(tree).values()) == {"float32"}
     else:  # what is float32 here must be, in any model
-        assert kinds == {n: str(x.dtype) for n, x in leaves_of(load(source)).items()}
-        assert set(kinds.values()) == {"float32", "bfloat16"}
-    header = json.loads((tmp_path / "dst" / native.HEADER_NAME).read_text())
-    assert sum(header["leaves_by_dtype"].values()) == len(kinds)
+        assert kinds_of(tree) == kinds_of(loaded)
+    assert bits({leaf: np.asarray(x) for leaf, x in tree.items()}) == bits(loaded)
+
+
+def test_keep_is_what_is_stored(source, stored, tmp_path):
+    """FP8 codes beside their factors, convolutions in bfloat16: what Orbax restores, and every
+    other reader, is what the released files hold."""
+    assert main(source, tmp_path / "dst", "--quiet") == 0
+    tree = orbax_tree(tmp_path / "dst")
+    text = {n: x for n, x in stored.items() if "layers.8." not in n and "scale_inv" not in n}
+    factors = {
+        n.removesuffix("_scale_inv"): x for n, x in stored.items() if n.endswith("_scale_inv")
+    }
+    expected = released.leaves(text)
+    expected |= {
+        f"{leaf}_scale_inv": x
+        for leaf, x in released.leaves({n: factors.get(n, x) for n, x in text.items()}).items()
+        if expected[leaf].dtype == released.FP8
+    }
+    assert bits({leaf: np.asarray(x) for leaf, x in tree.items()}) == bits(expected)
+    assert tree["layers.0.self_attn.qkv_conv1d.weight"].dtype == released.BF16
+    for dtype in ("bfloat16", "float32"):
+        again = leaves_of(load(tmp_path / "dst", dtype=dtype))
+        assert bits(again) == bits(leaves_of(load(source, dtype=dtype)))
+
+
+def test_orbax_restores_onto_a_mesh(source, tmp_path):
+    """Each device its part, from the same arrays: for those who bring their own model."""
+    assert main(source, tmp_path / "dst", "--quiet") == 0
+    mesh = make_mesh(data=2, model=4)
+    cut = NamedSharding(mesh, PartitionSpec("model"))
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        weights = tmp_path / "dst" / native.WEIGHTS_NAME
+        stored = checkpointer.metadata(weights).item_metadata.tree
+        how = {
+            leaf: ocp.ArrayRestoreArgs(
+                sharding=cut if meta.shape[0] % 4 == 0 else NamedSharding(mesh, PartitionSpec())
+            )
+            for leaf, meta in stored.items()
+        }
+        tree = checkpointer.restore(weights, args=ocp.args.PyTreeRestore(restore_args=how))
+    whole = orbax_tree(tmp_path / "dst")
+    assert tree["embed_tokens.weight"].sharding == cut
+    for leaf, x in tree.items():
+        assert np.asarray(x).tobytes() == np.asarray(whole[leaf]).tobytes(), leaf
 
 
 def test_keep_takes_the_widest_dtype_of_a_leaf(tmp_path):
@@ -129,18 +182,16 @@ def test_keep_takes_the_widest_dtype_of_a_leaf(tmp_path):
     name = f"{TEXT}layers.1.self_attn.v_proj.weight"
     tensors[name] = released.released(released.in_memory())[name]
     released.write(tmp_path / "src", tensors)
-    converter.convert(tmp_path / "src", tmp_path / "dst", quiet=True)
+    converter.convert(tmp_path / "src", tmp_path / "dst", mode="quiet")
     got = leaves_of(load(tmp_path / "dst"))["layers.1.self_attn.qkv_proj.weight"]
     assert got[2].tobytes() == tensors[name].tobytes()
 
 
 def test_large_unused_tensors_are_copied_in_parts_and_shards(source, stored, tmp_path, monkeypatch):
-    monkeypatch.setattr(native, "_SHARD_BYTES", 20_000)
-    monkeypatch.setattr(native, "_COPY_BYTES", 100)
-    converter.convert(source, tmp_path / "dst", quiet=True)
-    reader = native.unused_tensors(existing_directory(tmp_path / "dst"))
-    assert reader is not None
-    with reader:
+    monkeypatch.setattr(converter, "_UNUSED_FILE_BYTES", 20_000)
+    monkeypatch.setattr(safetensors_writer, "_PIECE_BYTES", 100)
+    converter.convert(source, tmp_path / "dst", mode="quiet")
+    with SafetensorsDirectory(tmp_path / "dst" / native.UNUSED_NAME) as reader:
         assert len({info.file for info in reader.tensors}) > 3
         for info in reader.tensors:
             assert reader.read(info).tobytes() == stored[info.name].tobytes()
@@ -151,7 +202,7 @@ def test_dry_run_writes_nothing_and_reads_no_weights(source, tmp_path, monkeypat
         raise AssertionError("a weight was read")
 
     monkeypatch.setattr(SafetensorsDirectory, "read", refuse)
-    assert main(source, tmp_path / "dst", "--dry-run") == 0
+    assert main(source, tmp_path / "dst", "--dry-run", "--dtype", "bfloat16") == 0
     output = capsys.readouterr()
     assert not (tmp_path / "dst").exists() and output.err == ""
     lines = output.out.splitlines()
@@ -256,7 +307,6 @@ def test_user_errors_in_shards(fault, messages, tmp_path, capsys):
     "fault, name, messages",
     [
         ("strange", "strange", ["strange: found"]),
-        ("nan", NORM, ["NaN or infinite"]),
         ("missing", NORM, ["1 missing"]),
         ("transposed", Q_A, ["found", "[64, 32]", "[32, 64]"]),
         ("no scale", Q_A, ["1 scale", "weight_scale_inv"]),
@@ -267,8 +317,6 @@ def test_user_errors_in_tensors(fault, name, messages, tmp_path, capsys):
     config = released.config()
     if fault == "strange":
         tensors[name] = np.zeros((1,), np.float32)
-    if fault == "nan":
-        tensors[name] = np.full_like(tensors[name], np.nan)
     if fault == "missing":
         del tensors[name]
     if fault == "transposed":
@@ -309,7 +357,7 @@ def test_destinations_that_would_be_lost(source, tmp_path, capsys):
     assert main(source, destination) == 2
     assert "exists and is not empty" in capsys.readouterr().err
     assert main(source, destination, "--overwrite") == 2
-    assert "holds something else than a converted checkpoint" in capsys.readouterr().err
+    assert "holds something else than a checkpoint that this command" in capsys.readouterr().err
     assert (destination / "diary.txt").read_text() == "dear diary"
     assert main(source, destination / "diary.txt") == 2
     assert "not a directory" in capsys.readouterr().err
@@ -337,25 +385,98 @@ def test_a_converted_source_is_refused(source, tmp_path, capsys):
     assert "is a converted checkpoint already" in capsys.readouterr().err
 
 
-def test_an_interrupt_leaves_nothing(source, tmp_path, monkeypatch, capsys):
-    """Also nothing of a destination that was to be replaced."""
-    destination = tmp_path / "dst"
-    assert main(source, destination, "--quiet") == 0
-
+def test_an_interrupt_says_how_to_go_on(source, tmp_path, monkeypatch, capsys):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(native, "_write_unused", interrupted)  # after the weights are written
-    assert main(source, tmp_path / "other") == 130
-    assert main(source, destination, "--overwrite") == 130
-    assert "interrupted" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["dst"]
-    assert bits(leaves_of(load(destination))) == bits(leaves_of(load(source)))
+    with monkeypatch.context() as patches:
+        patches.setattr(safetensors_writer, "write_file", interrupted)  # after the weights
+        assert main(source, tmp_path / "dst") == 130
+    assert "interrupted; what was written is kept: the same command continues" in (
+        capsys.readouterr().err
+    )
+    assert main(source, tmp_path / "dst") == 0
+    assert "were there from an earlier run" in capsys.readouterr().out
+    assert bits(leaves_of(load(tmp_path / "dst"))) == bits(leaves_of(load(source)))
 
 
-def test_memory_is_asked_for_first(source, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(converter.memory, "free_host_bytes", lambda: 1000)
-    assert main(source, tmp_path / "dst") == 2
-    message = capsys.readouterr().err
-    assert "(1000 bytes) are free in host memory" in message and "needs" in message
-    assert list(tmp_path.iterdir()) == []
+def test_weights_that_are_not_finite_can_be_allowed(tmp_path, capsys):
+    """Also after the refusal: what was written meanwhile counts. And the other way round, what an
+    allowed run wrote is looked at again."""
+    tensors = released.released(released.in_memory())
+    tensors[NORM] = np.full_like(tensors[NORM], np.nan)
+    source = released.write(tmp_path / "src", tensors)
+    assert main(source, tmp_path / "dst", "--quiet") == 2
+    assert f"{NORM}: found 64 values" in capsys.readouterr().err
+    assert not (tmp_path / "dst" / native.HEADER_NAME).exists()
+    assert main(source, tmp_path / "dst", "--allow-non-finite") == 0
+    got = leaves_of(load(tmp_path / "dst", check_finite=False))
+    assert np.isnan(got["norm.weight"]).all()
+
+
+def test_json_lines(source, tmp_path, capsys):
+    assert main(source, tmp_path / "dst", "--json") == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    event = json.loads(line)
+    assert event["event"] == "done" and event["is_new"] and event["num_unused"] > 0
+    assert main(source, tmp_path / "dst", "--json", "--dtype", "float32") == 2
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["event"] == "error" and "--overwrite" in json.loads(line)["message"]
+
+
+@pytest.mark.parametrize("mode, stream", [("auto", "err"), ("json", "out")])
+def test_progress_without_a_terminal(mode, stream, source, tmp_path, monkeypatch, capsys):
+    """Lines of their own, with bytes, rate, time left and the current tensor; none are redrawn."""
+    monkeypatch.setattr(progress, "_SECONDS", 0.0)
+    converter.convert(source, tmp_path / "dst", mode=mode)
+    lines = getattr(capsys.readouterr(), stream).splitlines()
+    if mode == "json":
+        events = [event for event in map(json.loads, lines) if event["event"] == "converting"]
+        assert events[-1]["bytes"] == events[-1]["total"] > 100_000
+        assert {"bytes_per_second", "seconds_left", "tensor"} <= events[0].keys()
+        assert any(event["tensor"] == "embed_tokens.weight" for event in events)
+        assert [event["bytes"] for event in events] == sorted(event["bytes"] for event in events)
+    else:
+        assert re.fullmatch(
+            r"converting: 100% of [0-9.]+ KiB, [0-9.]+ [KMG]iB/s, 0:00 left; .*", lines[-1]
+        )
+        assert any("; embed_tokens.weight" in line for line in lines)
+        assert not any("\r" in line for line in lines)
+
+
+def test_nothing_of_this_machine_is_written(source, tmp_path, monkeypatch):
+    """No path, no name of user or host: a checkpoint is passed on."""
+    config = json.loads((source / "config.json").read_text())
+    config["_name_or_path"] = config["text_config"]["_name_or_path"] = "/home/somebody/model"
+    config["cache_dir"] = "/home/somebody/cache"
+    copy = tmp_path / "copy"
+    shutil.copytree(source, copy)
+    (copy / "config.json").write_text(json.dumps(config))
+    converter.convert(copy, tmp_path / "dst", mode="quiet")
+    secrets = [str(tmp_path), "/home/somebody", str(os.getcwd())]
+    for path in (tmp_path / "dst").rglob("*"):
+        if path.is_file():
+            data = path.read_bytes()
+            assert not [secret for secret in secrets if secret.encode() in data], path
+            if path.suffix == ".json":
+                assert f'"{socket.gethostname()}"'.encode() not in data
+
+
+def test_a_link_to_a_private_file_is_not_copied(source, tmp_path, capsys):
+    copy, private = tmp_path / "copy", tmp_path / "private"
+    shutil.copytree(source, copy)
+    private.write_text("secret")
+    os.remove(copy / "chat_template.jinja")
+    (copy / "chat_template.jinja").symlink_to(private)
+    assert main(copy, tmp_path / "dst") == 2
+    assert "chat_template.jinja: found a link to" in capsys.readouterr().err
+    assert not (tmp_path / "dst").exists()
+
+
+def test_what_load_would_refuse_is_refused_first(source, tmp_path, capsys):
+    copy = tmp_path / "copy"
+    shutil.copytree(source, copy)
+    (copy / "generation_config.json").write_text('{"eos_token_id": 100000}')
+    assert main(copy, tmp_path / "dst") == 2
+    assert "eos_token_id holds 100000, outside the vocabulary" in capsys.readouterr().err
+    assert not (tmp_path / "dst").exists()

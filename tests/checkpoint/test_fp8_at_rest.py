@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.load import released_tensors, write_checkpoint
+from benchmarks.checkpoints import released_tensors, write_checkpoint
 from glm5next_jax import make_mesh
-from glm5next_jax.checkpoint import CheckpointError, load, mapping, quantized
+from glm5next_jax.checkpoint import CheckpointError, load, planning, quantized
 from glm5next_jax.checkpoint.safetensors_reader import SafetensorsDirectory, TensorInfo
 from glm5next_jax.config import Glm5NextConfig
 from glm5next_jax.model import param_specs
@@ -151,15 +151,15 @@ def test_weights_that_are_not_fp8_are_refused_and_not_quantised(directory, tmp_p
     assert "found dtype BF16, expected F8_E4M3: FP8 at rest keeps what is stored" in str(error)
 
 
-def test_a_converted_directory_has_no_fp8(tmp_path):
+def test_a_converted_directory_of_other_weights(tmp_path):
     tensors = released.released(released.in_memory())
     converted = write_native(tmp_path / "dst", tensors, tmp_path / "src")
-    with pytest.raises(ValueError, match="holds no FP8 weights; weights='fp8' needs the released"):
+    with pytest.raises(ValueError, match="found dtype F32, expected F8_E4M3: FP8 at rest keeps"):
         load(converted, weights="fp8")
 
 
-def plan_of(infos, c) -> mapping.Plan:
-    return mapping.plan(infos, c, param_specs(c, fp8=True))
+def plan_of(infos, c) -> planning.Plan:
+    return planning.plan(infos, c, param_specs(c, fp8=True))
 
 
 def infos_of(c) -> dict[str, TensorInfo]:
@@ -195,7 +195,7 @@ def test_fused_fp8_fills_codes_and_factors_once():
     plan = plan_of(with_fused(infos_of(c), c).values(), c)
     filled = {leaf: 0 for leaf in plan.specs}
     for entry in plan.entries:
-        assert entry.scale is None and entry.block is None
+        assert entry.encoding is None
         for piece in entry.pieces:
             filled[piece.leaf] += piece.size
     assert filled == {
@@ -225,7 +225,7 @@ def test_a_block_that_would_be_parted_is_refused(rank, name):
 def test_every_released_fp8_tensor_has_a_leaf_of_codes():
     c = Glm5NextConfig.from_hf(MANIFEST / "full_config.json")
     plan = plan_of(manifest("fp8"), c)
-    assert all(entry.scale is None for entry in plan.entries)
+    assert all(entry.encoding is None for entry in plan.entries)
     codes = [leaf for leaf, spec in plan.specs.items() if spec.dtype == jnp.float8_e4m3fn]
     assert len(codes) == 42 * (3 + 3) + 3 * 3 + 11 * 4
     stored = sum(entry.source.num_bytes for entry in plan.entries)

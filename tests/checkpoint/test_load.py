@@ -15,14 +15,13 @@ from flax import nnx
 
 from glm5next_jax.checkpoint import (
     CheckpointError,
+    _progress_bar,
     leaves,
     load,
     memory,
     native,
     placement,
-    progress_bar,
 )
-from glm5next_jax.checkpoint.safetensors_reader import existing_directory
 from tests.checkpoint import released
 from tests.checkpoint.released import BF16
 
@@ -359,7 +358,7 @@ def write_native(path, tensors, source, dtype=np.float32):
     from convert.converter import convert
 
     released.write(source, tensors)
-    convert(source, path, dtype=np.dtype(dtype).name, quiet=True)  # type: ignore[arg-type]
+    convert(source, path, dtype=np.dtype(dtype).name, mode="quiet")  # type: ignore[arg-type]
     return path
 
 
@@ -389,20 +388,32 @@ def test_faulty_converted_directories(tmp_path, tensors):
     assert "layers.0.mlp.gate_proj.weight: found shape [96, 64], expected [95, 64]" in str(error)
 
     shutil.rmtree(converted / native.WEIGHTS_NAME)
-    assert "no weights/" in str(error_of(converted))
+    assert "weights: found no such folder" in str(error_of(converted))
 
 
 def test_damaged_converted_weights_are_named(tmp_path, tensors):
     converted = write_native(tmp_path / "dst", tensors, tmp_path / "src")
-    files = [p for p in (converted / native.WEIGHTS_NAME).rglob("*") if p.is_file()]
+    files = [p for p in (converted / native.WEIGHTS_NAME).glob("*/c/**/*") if p.is_file()]
     largest = max(files, key=lambda path: path.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
     (failure,) = error_of(converted).failures
-    assert failure.tensor in released.leaves(tensors) and "Error reading" in failure.found
-    assert "tensorstore_spec" not in failure.found
+    assert failure.tensor == largest.relative_to(converted / native.WEIGHTS_NAME).parts[0]
+    assert "Error reading" in failure.found and "tensorstore_spec" not in failure.found
 
-    os.remove(converted / native.WEIGHTS_NAME / "_METADATA")
-    assert "weights: found nothing readable" in str(error_of(converted))
+    os.remove(largest)  # and does not read as zeros
+    (failure,) = error_of(converted).failures
+    assert "is missing" in failure.found
+
+
+@pytest.mark.parametrize("place", [0.1, 0.5, 0.99])
+def test_a_flipped_bit_of_converted_weights_is_found(place, tmp_path, tensors):
+    converted = write_native(tmp_path / "dst", tensors, tmp_path / "src")
+    (chunk,) = (converted / native.WEIGHTS_NAME / "embed_tokens.weight" / "c").rglob("*/0")
+    data = bytearray(chunk.read_bytes())
+    data[int(place * len(data))] ^= 4
+    chunk.write_bytes(data)
+    (failure,) = error_of(converted).failures
+    assert failure.tensor == "embed_tokens.weight" and "Digest mismatch" in failure.found
 
 
 def test_an_earlier_version_is_converted_again(tmp_path, tensors):
@@ -417,21 +428,61 @@ def test_the_bar_counts_bytes_on_the_first_process_alone(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", stream)
-    with progress_bar(4000, "loading") as bar:
+    with _progress_bar() as bar:
+        bar.total = 4000
         bar.update(1000)
         bar.refresh()
     assert re.search(r"loading: +25%.*1.00k/4.00k \[.*<.*B/s\]", stream.getvalue())
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    assert progress_bar(4000, "loading").disable
+    assert _progress_bar().disable
 
 
 def test_converted_weights_that_are_not_finite(tmp_path, tensors):
-    directory = existing_directory(write_native(tmp_path / "dst", tensors, tmp_path / "src"))
-    leaves = released.leaves(tensors) | {"norm.weight": np.full((64,), np.nan, np.float32)}
-    (directory / native.WEIGHTS_NAME).rmtree()
-    with native._checkpointer() as checkpointer:
-        args = native.ocp.args.PyTreeSave(leaves)
-        checkpointer.save(directory / native.WEIGHTS_NAME, args=args)
-    error = error_of(directory)
+    from convert.converter import convert
+
+    bad = np.full((64,), np.nan, np.float32)
+    source = released.write(tmp_path / "src", tensors | {f"{TEXT}norm.weight": bad})
+    convert(source, tmp_path / "dst", check_finite=False, mode="quiet")
+    error = error_of(tmp_path / "dst")
     assert [f.tensor for f in error.failures] == ["norm.weight"] and "64 values" in str(error)
-    load(directory, check_finite=False)
+    load(tmp_path / "dst", check_finite=False)
+
+
+@pytest.mark.parametrize("folder", ["weights", "weights/norm.weight", "unused"])
+def test_links_out_of_a_converted_directory_are_refused(folder, tmp_path, tensors):
+    converted = write_native(tmp_path / "dst", tensors, tmp_path / "src")
+    elsewhere = tmp_path / "elsewhere"
+    shutil.move(converted / folder, elsewhere)
+    (converted / folder).symlink_to(elsewhere)
+    assert "a link to elsewhere" in str(error_of(converted))
+
+
+def test_fault_5_a_drafts_own_head_with_nan_factors(tmp_path, tensors):
+    """vLLM 57532: the throw-away head of the MTP layer had NaN factors, which reached the model's.
+    Here it fills no leaf, the model's head is its own, and conversion carries it as it is."""
+    from convert.converter import convert
+    from convert.verifier import verify
+
+    config = released.config()
+    config["text_config"]["num_nextn_predict_layers"] = 1
+    stem = f"{TEXT}layers.8.shared_head.head.weight"
+    head = tensors["lm_head.weight"]
+    codes, scale = released.quantize(head, (128, 128))
+    drafts = {stem: codes, f"{stem}_scale_inv": np.full_like(scale, np.nan)}
+    source = released.write(tmp_path / "src", tensors | drafts, hf_config=config)
+    assert leaves_of(load(source))["lm_head.weight"].tobytes() == head.tobytes()
+    convert(source, tmp_path / "dst", mode="quiet")
+    assert leaves_of(load(tmp_path / "dst"))["lm_head.weight"].tobytes() == head.tobytes()
+    verdict = verify(source, tmp_path / "dst", mode="quiet")
+    assert verdict.num_carried > 2 and not verdict.differences
+
+
+def test_fault_34_a_decay_bias_per_head(tmp_path, tensors):
+    """DFlash2 4: the bias of the decay has a value per head and channel; one per head would
+    broadcast and decay wrongly."""
+    name = f"{TEXT}layers.0.self_attn.dt_bias"
+    num_heads = released.config()["text_config"]["linear_num_heads"]
+    per_head = tensors | {name: tensors[name][:num_heads].copy()}
+    (failure,) = error_of(released.write(tmp_path, per_head)).failures
+    assert (failure.kind, failure.tensor) == ("shape", name)
+    assert f"expected [{tensors[name].size}]" in str(failure)

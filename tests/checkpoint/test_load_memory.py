@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.load import run_measured_load, write_checkpoint
+from benchmarks.checkpoints import write_checkpoint
+from benchmarks.load import run_measured_load
 from convert.converter import convert
 from glm5next_jax.config import Glm5NextConfig
 
@@ -36,7 +37,7 @@ def directories(tmp_path_factory):
     work = tmp_path_factory.mktemp("memory")
     write_checkpoint(work / "fp8", config())
     write_checkpoint(work / "bf16", config(), fp8=False)
-    convert(work / "bf16", work / "converted", quiet=True)
+    convert(work / "bf16", work / "converted", mode="quiet")
     return work
 
 

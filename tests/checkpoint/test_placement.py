@@ -13,10 +13,13 @@ import pytest
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from convert import tree
 from glm5next_jax import make_mesh
-from glm5next_jax.checkpoint import assemble, leaves, load, mapping, memory, native, placement
+from glm5next_jax.checkpoint import assemble, leaves, load, memory, placement, planning
 from glm5next_jax.checkpoint import safetensors_reader as reading
+from glm5next_jax.checkpoint.quantization_config import QuantizationConfig
 from glm5next_jax.checkpoint.safetensors_reader import SafetensorsDirectory, existing_directory
+from glm5next_jax.checkpoint.source import open_source
 from glm5next_jax.config import Glm5NextConfig
 from glm5next_jax.model import param_specs
 from tests.checkpoint import released
@@ -114,7 +117,8 @@ def opened(path, specs=None, block=(12, 20), **arguments) -> assemble.StoredLeav
     config = Glm5NextConfig.from_hf(existing_directory(path))
     specs = specs or param_specs(config)
     reader = SafetensorsDirectory(path)
-    plan = mapping.plan(reader.tensors, config, specs, weight_block_size=block)
+    quantization = QuantizationConfig("fp8", block)
+    plan = planning.plan(reader.tensors, config, specs, quantization=quantization)
     dtypes = {leaf: np.dtype(spec.dtype) for leaf, spec in specs.items()}
     return assemble.StoredLeaves(reader, plan, dtypes, **arguments)
 
@@ -163,13 +167,14 @@ def test_odd_slices_are_cut_from_the_whole(form, dtype, tensors, tmp_path, monke
 
 def test_odd_slices_of_converted_leaves(tensors, tmp_path, monkeypatch):
     monkeypatch.setattr(leaves, "TILE_BYTES", 500)
-    monkeypatch.setattr(native, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(tree, "_CHUNK_SHAPE", (6, 10))  # many, and cut at the edges
+    monkeypatch.setattr(tree, "FILE_BYTES", 3000)
     converted = write_native(tmp_path / "dst", tensors, tmp_path / "src")
     whole = released.leaves(tensors)
     for dtype in (np.float32, released.BF16):
         specs = {leaf: jax.ShapeDtypeStruct(x.shape, dtype) for leaf, x in whole.items()}
         rng = np.random.default_rng(1)
-        with native.ConvertedLeaves(existing_directory(converted), specs) as source:
+        with open_source(converted) as opened, opened.leaves(specs) as source:
             for leaf in of_each_kind(specs):
                 x = whole[leaf].astype(dtype)
                 for index in odd_slices(x.shape, rng)[:3]:
