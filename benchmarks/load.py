@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", type=int, default=1, help="devices of the mesh axis data (1)")
     add("--model", type=int, default=8, help="devices of the mesh axis model (8)")
     add("--weights", choices=("fp8", "bf16"), default="fp8", help="at rest (fp8)")
-    add("--converted", action="store_true", help="load the converted form, bfloat16")
+    add("--converted", action="store_true", help="load the converted form")
     add(
         "--cache",
         choices=("cold", "warm"),
@@ -170,8 +170,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = _parser().parse_args()
-    if args.converted and args.weights == "fp8":
-        args.weights = "bf16"
     config = _config(args)
     with workplace("load", args.directory, args.keep) as work:
         directory = work / "released"
@@ -181,7 +179,8 @@ def main() -> int:
         if args.converted:
             from convert.converter import convert
 
-            convert(directory, work / "converted", dtype="bfloat16", mode="quiet")
+            dtype = "keep" if args.weights == "fp8" else "bfloat16"
+            convert(directory, work / "converted", dtype=dtype, mode="quiet")
             directory = work / "converted"
         size = sum(path.stat().st_size for path in files_in(directory))
         copy_seconds = seconds_of_copy(directory, args.cache)

@@ -20,14 +20,14 @@ from glm5next_jax.checkpoint import CheckpointError, mapping, native, planning, 
 from glm5next_jax.checkpoint.encodings import Fp8Blocks, Nvfp4
 from glm5next_jax.checkpoint.mapping import Name, Rule
 from glm5next_jax.checkpoint.recognition import FLOATS, StoredWeight
-from glm5next_jax.checkpoint.safetensors_header import DTYPES, TensorInfo, read_header
+from glm5next_jax.checkpoint.safetensors_header import TensorInfo, read_header
 from glm5next_jax.checkpoint.safetensors_reader import (
     INDEX_NAME,
     MAX_TENSORS,
     SafetensorsDirectory,
     read_config,
 )
-from glm5next_jax.checkpoint.source import Source
+from glm5next_jax.checkpoint.source import Source, as_stored
 from glm5next_jax.config import Glm5NextConfig
 from glm5next_jax.errors import Failure
 from glm5next_jax.files import (
@@ -39,6 +39,7 @@ from glm5next_jax.files import (
     size_of,
 )
 from glm5next_jax.model import param_specs
+from glm5next_jax.sharding import shard_bytes
 
 _VISION_PREFIXES = ("model.visual.", "visual.")
 _VISION_BLOCK = re.compile(r"visual\.blocks\.([0-9]+)\.")
@@ -319,9 +320,11 @@ class _Inspection:
         if self.is_converted or self.failures:
             return {}
         carried = sum(kept.source.num_bytes for kept in plan.kept if kept.is_carried)
-        bfloat16 = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
-        sizes = {"keep": kept_bytes(plan), "bfloat16": bfloat16}
-        return {dtype: Conversion(size, size + carried) for dtype, size in sizes.items()}
+        conversions = {}
+        for choice, leaves in (("keep", as_stored(plan)), ("bfloat16", specs)):
+            size = sum(map(shard_bytes, leaves.values()))
+            conversions[choice] = Conversion(size, size + carried)
+        return conversions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -369,31 +372,6 @@ def specs_of(config: Glm5NextConfig) -> dict[str, Any]:
         for layer in alike[name.layer]:
             specs[name.generic.replace("{L}", str(layer))] = spec
     return specs
-
-
-def kept_bytes(plan: planning.Plan) -> int:
-    """Bytes of the leaves that a conversion with `--dtype keep` makes: `Source.specs("keep")`.
-
-    Args:
-      plan: of specs without FP8.
-    """
-    blocks = planning.fp8_leaves(plan)
-    wide = {
-        piece.leaf
-        for entry in plan.entries
-        if entry.encoding is None and entry.source.dtype in ("F32", "F16")
-        for piece in entry.pieces
-    }
-    total = 0
-    for leaf, spec in plan.specs.items():
-        size = math.prod(spec.shape)
-        if leaf in blocks:
-            *lead, rows, columns = spec.shape
-            grid = (math.ceil(rows / blocks[leaf][0]), math.ceil(columns / blocks[leaf][1]))
-            total += size + math.prod((*lead, *grid)) * DTYPES["F32"].itemsize
-        else:
-            total += size * DTYPES["F32" if leaf in wide else "BF16"].itemsize
-    return total
 
 
 @contextlib.contextmanager

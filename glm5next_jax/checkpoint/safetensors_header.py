@@ -8,7 +8,6 @@ A header may be damaged with intent: what it can make its reader allocate is bou
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -66,7 +65,7 @@ class TensorInfo:
     file: str
     offset: int = 0
 
-    @functools.cached_property
+    @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 

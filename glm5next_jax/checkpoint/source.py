@@ -82,24 +82,7 @@ class Source:
             return specs
         if choice == "float32":
             return {leaf: jax.ShapeDtypeStruct(spec.shape, _F32) for leaf, spec in specs.items()}
-        plan = self.plan(specs)
-        blocks = planning.fp8_leaves(plan)
-        is_wide = {
-            piece.leaf
-            for entry in plan.entries
-            for piece in entry.pieces
-            if entry.encoding is None and entry.source.dtype in ("F32", "F16")
-        }
-        kept = {}
-        for leaf, spec in specs.items():
-            if leaf in blocks:
-                kept[leaf] = jax.ShapeDtypeStruct(spec.shape, _F8)
-                *lead, rows, columns = spec.shape
-                grid = (math.ceil(rows / blocks[leaf][0]), math.ceil(columns / blocks[leaf][1]))
-                kept[planning.scale_leaf(leaf)] = jax.ShapeDtypeStruct((*lead, *grid), _F32)
-            else:
-                kept[leaf] = jax.ShapeDtypeStruct(spec.shape, _F32 if leaf in is_wide else _BF16)
-        return kept
+        return as_stored(self.plan(specs))
 
     def leaves(
         self,
@@ -178,6 +161,31 @@ def open_source(path: str | os.PathLike[str]) -> Iterator[Source]:
     is_converted = native.is_converted(directory)
     with (native.ConvertedDirectory if is_converted else SafetensorsDirectory)(directory) as reader:
         yield Source(directory, config, reader)
+
+
+def as_stored(plan: planning.Plan) -> dict[str, jax.ShapeDtypeStruct]:
+    """The leaves of a plan in the dtype in which they are stored; see `Source.specs`.
+
+    Args:
+      plan: of leaves that are not FP8 at rest.
+    """
+    blocks = planning.fp8_leaves(plan)
+    is_wide = {
+        piece.leaf
+        for entry in plan.entries
+        if entry.encoding is None and entry.source.dtype in ("F32", "F16")
+        for piece in entry.pieces
+    }
+    kept = {}
+    for leaf, spec in plan.specs.items():
+        if leaf in blocks:
+            kept[leaf] = jax.ShapeDtypeStruct(spec.shape, _F8)
+            *lead, rows, columns = spec.shape
+            grid = (math.ceil(rows / blocks[leaf][0]), math.ceil(columns / blocks[leaf][1]))
+            kept[planning.scale_leaf(leaf)] = jax.ShapeDtypeStruct((*lead, *grid), _F32)
+        else:
+            kept[leaf] = jax.ShapeDtypeStruct(spec.shape, _F32 if leaf in is_wide else _BF16)
+    return kept
 
 
 def _quantization_of(directory: epath.Path) -> QuantizationConfig:
