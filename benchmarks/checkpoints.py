@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import math
@@ -215,6 +216,21 @@ def seconds_of_copy(directory: pathlib.Path, cache: str) -> float:
     seconds = time.perf_counter() - start
     shutil.rmtree(copy)
     return seconds
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of every benchmark that writes checkpoints."""
+    add = parser.add_argument
+    add(
+        "--cache",
+        choices=("cold", "warm"),
+        default="cold",
+        help="page cache before everything that is timed: the files dropped from it, or read once "
+        "(cold)",
+    )
+    add("--directory", type=pathlib.Path, help="where to write (a fresh temporary directory)")
+    add("--keep", action="store_true", help="leave what was written there")
+    add("--json", type=pathlib.Path, help="write the figures to this file, too")
 
 
 @contextlib.contextmanager

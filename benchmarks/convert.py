@@ -27,7 +27,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.checkpoints import files_in, prepare, seconds_of_copy, workplace, write_checkpoint
+from benchmarks.checkpoints import (
+    add_options,
+    files_in,
+    prepare,
+    seconds_of_copy,
+    workplace,
+    write_checkpoint,
+)
 from glm5next_jax.config import Glm5NextConfig
 
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -161,10 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--experts", type=int, default=288, help="per MoE layer, 25 MB each in FP8 (288)")
     add("--source", choices=("fp8", "bf16"), default="fp8", help="the checkpoint's format (fp8)")
     add("--dtype", choices=("keep", "bfloat16", "float32"), default="keep", help="of DST (keep)")
-    add("--cache", choices=("cold", "warm"), default="cold", help="page cache before each (cold)")
-    add("--directory", type=pathlib.Path, help="where to write (a fresh temporary directory)")
-    add("--keep", action="store_true", help="leave what was written there")
-    add("--json", type=pathlib.Path, help="write the figures to this file, too")
+    add_options(parser)
     return parser
 
 

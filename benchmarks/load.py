@@ -25,7 +25,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.checkpoints import files_in, prepare, seconds_of_copy, workplace, write_checkpoint
+from benchmarks.checkpoints import (
+    add_options,
+    files_in,
+    prepare,
+    seconds_of_copy,
+    workplace,
+    write_checkpoint,
+)
 from glm5next_jax.config import Glm5NextConfig
 
 
@@ -150,21 +157,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--weights", choices=("fp8", "bf16"), default="fp8", help="at rest (fp8)")
     add("--converted", action="store_true", help="load the converted form")
     add(
-        "--cache",
-        choices=("cold", "warm"),
-        default="cold",
-        help="page cache before the copy and before the load: the files dropped from it, or read "
-        "once (cold)",
-    )
-    add(
         "--copies",
         action="store_true",
         help="make the CPU devices copy what they are sent, as accelerators do; else they take the "
         "memory over",
     )
-    add("--directory", type=pathlib.Path, help="where to write (a fresh temporary directory)")
-    add("--keep", action="store_true", help="leave what was written there")
-    add("--json", type=pathlib.Path, help="write the figures to this file, too")
+    add_options(parser)
     return parser
 
 

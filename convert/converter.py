@@ -249,15 +249,22 @@ class _Conversion:
     def _crc32_for(
         self, units: Mapping[str, _Unit], unused: Mapping[str, Any]
     ) -> Callable[[str], int | None]:
+        budget = _Budget(self._memory())
+
         def crc32(name: str) -> int | None:
-            if name in units:
+            if name not in units:
+                path = self.target / name
+                return files.crc32_of(path) if name in unused and path.exists() else None
+            held = 2 * self._num_bytes(units[name])
+            budget.take(held)
+            try:
                 values = self.tree.read(units[name].leaf, units[name].index)
                 # An earlier run may have been allowed what this one is not.
                 if values is None or (self.check_finite and non_finite_count(values)):
                     return None
                 return _crc32(values)
-            path = self.target / name
-            return files.crc32_of(path) if name in unused and path.exists() else None
+            finally:
+                budget.give(held)
 
         return crc32
 
