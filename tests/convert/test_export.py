@@ -160,7 +160,7 @@ def test_the_export_loads_as_the_source_does(kind, sources, tmp_path):
 
 @pytest.mark.parametrize("form", ["in memory", "fused", "no prefix"])
 def test_any_names_become_the_released_ones(form, tmp_path):
-    """Nothing is dropped of what `save_pretrained` of a bare text model writes, and the like."""
+    """Public fault 21: nothing is dropped of what a bare text model saves, and the like."""
     want = released.released(released.in_memory())
     tensors = {
         "in memory": released.in_memory(),

@@ -98,7 +98,7 @@ def test_float32_to_bfloat16(tmp_path):
 
 
 def test_the_names_of_a_bare_text_model_become_the_released_ones(tmp_path):
-    """`save_pretrained` of such a model writes names under which loaders silently drop weights."""
+    """Fault 21: `save_pretrained` of such a model writes names of which loaders drop weights."""
     original = released.write(
         tmp_path / "original", tensors_of("float32"), hf_config=config_of("float32")
     )
