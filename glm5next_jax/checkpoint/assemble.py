@@ -16,27 +16,6 @@ from glm5next_jax.checkpoint.safetensors_header import DTYPES, TensorInfo
 from glm5next_jax.errors import Failure
 
 
-def assemble(
-    reader: TensorReader,
-    plan: Plan,
-    dtypes: Mapping[str, np.dtype],
-    *,
-    check_finite: bool = True,
-    progress: Callable[[int], object] = lambda num_bytes: None,
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields every leaf of `plan` whole, as (path, array); for the arguments see `StoredLeaves`.
-
-    Raises:
-      CheckpointError: after the last leaf, if any stored tensor gives a value that is not finite;
-        all such tensors are named.
-    """
-    with StoredLeaves(reader, plan, dtypes, check_finite=check_finite, progress=progress) as source:
-        for leaf in source.order:
-            everything = tuple((0, n) for n in plan.specs[leaf].shape)
-            yield leaf, source.read(leaf, [everything])[0]
-        source.finish()
-
-
 class StoredLeaves(LeafReader):
     """Leaves filled from stored tensors as a plan says.
 

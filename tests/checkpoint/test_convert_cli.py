@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import convert.__main__ as command
-from convert import converter, progress, safetensors_writer
+from convert import converter, progress, safetensors_writer, tree
 from glm5next_jax import __version__, make_mesh
 from glm5next_jax.checkpoint import load, native
 from glm5next_jax.checkpoint.safetensors_reader import (
@@ -401,8 +401,7 @@ def test_an_interrupt_says_how_to_go_on(source, tmp_path, monkeypatch, capsys):
 
 
 def test_weights_that_are_not_finite_can_be_allowed(tmp_path, capsys):
-    """Also after the refusal: what was written meanwhile counts. And the other way round, what an
-    allowed run wrote is looked at again."""
+    """Also after the refusal: what was written meanwhile counts."""
     tensors = released.released(released.in_memory())
     tensors[NORM] = np.full_like(tensors[NORM], np.nan)
     source = released.write(tmp_path / "src", tensors)
@@ -412,6 +411,22 @@ def test_weights_that_are_not_finite_can_be_allowed(tmp_path, capsys):
     assert main(source, tmp_path / "dst", "--allow-non-finite") == 0
     got = leaves_of(load(tmp_path / "dst", check_finite=False))
     assert np.isnan(got["norm.weight"]).all()
+
+
+def test_what_an_allowed_run_wrote_is_looked_at_again(tmp_path, monkeypatch, capsys):
+    tensors = released.released(released.in_memory())
+    tensors[NORM] = np.full_like(tensors[NORM], np.nan)
+    source = released.write(tmp_path / "src", tensors)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patches:
+        patches.setattr(tree.TreeWriter, "finish", interrupted)  # all leaves are written
+        assert main(source, tmp_path / "dst", "--allow-non-finite", "--quiet") == 130
+    capsys.readouterr()
+    assert main(source, tmp_path / "dst", "--quiet") == 2
+    assert f"{NORM}: found 64 values" in capsys.readouterr().err
 
 
 def test_json_lines(source, tmp_path, capsys):
