@@ -51,7 +51,8 @@ class KimiDeltaAttention(nnx.Module):
         c = self.config
         B, T, _ = x.shape
         H, K, W = self.A_log.shape[0], c.linear_head_dim, c.linear_conv_kernel_dim
-        qkv = self.qkv_proj(x)  # [B, T, 3, H·K]
+        # Heads stay side by side, as projections give them: on a TPU, [B, T, H, K] would be a copy.
+        qkv = self.qkv_proj(x)  # [B, T, 3·H·K]
         # Float32 out: beta's rounding would compound through the recurrence.
         bfg_a = self.fused_bfg_a_proj(x, out_dtype=jnp.float32)
         beta_logits, f_a, g_a = jnp.split(bfg_a, [c.linear_num_heads, c.linear_num_heads + K], -1)
@@ -59,20 +60,20 @@ class KimiDeltaAttention(nnx.Module):
         beta_logits = jax.lax.dynamic_slice_in_dim(beta_logits, first, H, axis=2)
 
         with jax.named_scope("short_conv"):
-            qkv, conv_state = short_conv(
-                qkv.reshape(B, T, 3 * H * K),
+            (q, k, v), conv_state = short_conv(
+                qkv,
                 self.qkv_conv1d.weight[...].reshape(3 * H * K, W),
                 cache.conv_state.reshape(B, W - 1, 3 * H * K),
                 num_valid=num_valid,
+                splits=3,
             )
-        q, k, v = (a.reshape(B, T, H, K) for a in jnp.split(qkv, 3, axis=-1))
         kda = recurrent_kda if T <= _RECURRENT_MAX_TOKENS else chunk_kda
         with jax.named_scope("kda"):
             o, recurrent_state = kda(
                 q,
                 k,
                 v,
-                self.f_b_proj(f_a.astype(x.dtype)).reshape(B, T, H, K),
+                self.f_b_proj(f_a.astype(x.dtype)),
                 beta_logits,
                 self.A_log[...],
                 self.dt_bias[...],
@@ -80,7 +81,8 @@ class KimiDeltaAttention(nnx.Module):
                 lower_bound=c.linear_lower_bound,
                 num_valid=num_valid,
             )
-        o = self.o_norm(o, self.g_b_proj(g_a.astype(x.dtype)).reshape(B, T, H, K))
+        g_b = self.g_b_proj(g_a.astype(x.dtype))
+        o = self.o_norm(o.reshape(B, T, H, K), g_b.reshape(B, T, H, K))
         y = self.o_proj(o.reshape(B, T, H * K))
         return y, KdaCache(conv_state.reshape(cache.conv_state.shape), recurrent_state)
 
@@ -95,8 +97,9 @@ class QkvProjection(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x [B, T, D] -> [B, T, 3, H·K]."""
-        return einsum("btd,cfd->btcf", x, self.weight[...].astype(x.dtype))
+        """x [B, T, D] -> [B, T, 3·H·K]."""
+        weight = self.weight[...].astype(x.dtype)
+        return einsum("btd,fd->btf", x, weight.reshape(-1, weight.shape[-1]))
 
 
 class ConvWeight(nnx.Module):

@@ -1,13 +1,50 @@
 """The public KDA ops: what they compute, what they accept, and which backends have them."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import check_array, dispatch
-from pallas_kernels.kda import reference, xla
+from pallas_kernels.kda import (
+    pallas_mosaic_tpu,
+    pallas_mosaic_tpu_recurrent,
+    reference,
+    xla,
+)
+from pallas_kernels.kda.gradients import with_gradients_of
 
-CHUNK_BACKENDS = {"reference": reference.chunk_kda, "xla": xla.chunk_kda}
-RECURRENT_BACKENDS = {"reference": reference.recurrent_kda, "xla": xla.recurrent_kda}
+
+def _heads_apart(backend: Callable) -> Callable:
+    """A backend that takes [B, T, H, K], for callers with [B, T, H * K] too."""
+
+    @functools.wraps(backend)
+    def run(q, k, v, gate_logits, beta_logits, *rest, **options):
+        heads = beta_logits.shape
+        o, state = backend(
+            *(x.reshape(*heads, -1) for x in (q, k, v, gate_logits)), beta_logits, *rest, **options
+        )
+        return o.reshape(v.shape), state
+
+    return run
+
+
+_chunk_in_xla = _heads_apart(xla.chunk_kda)
+_recurrent_in_xla = _heads_apart(xla.recurrent_kda)
+
+CHUNK_BACKENDS = {
+    "reference": _heads_apart(reference.chunk_kda),
+    "xla": _chunk_in_xla,
+    "pallas_mosaic_tpu": with_gradients_of(_chunk_in_xla, pallas_mosaic_tpu.chunk_kda),
+}
+RECURRENT_BACKENDS = {
+    "reference": _heads_apart(reference.recurrent_kda),
+    "xla": _recurrent_in_xla,
+    "pallas_mosaic_tpu": with_gradients_of(
+        _recurrent_in_xla, pallas_mosaic_tpu_recurrent.recurrent_kda
+    ),
+}
 
 
 def chunk_kda(
@@ -41,6 +78,9 @@ def chunk_kda(
         q, k: [B, T, H, K] floating, after convolution and SiLU, not normalised.
         v: [B, T, H, V] floating.
         gate_logits: [B, T, H, K] floating, the output of the gate projection before dt_bias.
+            q, k, v and gate_logits may all come with heads side by side, [B, T, H * K] as
+            projections give them, and o is then [B, T, H * V]: where the two forms have different
+            layouts, as on a TPU, neither is copied into the other.
         beta_logits: [B, T, H] floating.
         A_log: [H] float32.
         dt_bias: [H * K] float32.
@@ -54,7 +94,8 @@ def chunk_kda(
             the best that applies.
 
     Returns:
-        o [B, T, H, V] in v.dtype, and the state after the last valid token, [B, H, K, V] float32.
+        o [B, T, H, V], or [B, T, H * V], in v.dtype, and the state after the last valid token,
+        [B, H, K, V] float32.
 
     Raises:
         ValueError: an argument has a wrong rank, shape, dtype or value, or `backend` is no backend
@@ -115,14 +156,21 @@ def _check(
     num_valid: jax.Array | None,
 ) -> None:
     sizes: dict[str, int] = {}
-    check_array(op, "q", q, ("B", "T", "H", "K"), sizes)
-    check_array(op, "k", k, ("B", "T", "H", "K"), sizes)
-    check_array(op, "v", v, ("B", "T", "H", "V"), sizes)
-    check_array(op, "gate_logits", gate_logits, ("B", "T", "H", "K"), sizes)
+    tokens, values = ("B", "T", "H", "K"), ("B", "T", "H", "V")
+    state = (op, "initial_state", initial_state, ("B", "H", "K", "V"), sizes, jnp.float32)
+    if getattr(q, "ndim", None) == 3:
+        check_array(op, "beta_logits", beta_logits, tokens[:3], sizes)
+        check_array(*state)
+        tokens, values = ("B", "T", "H * K"), ("B", "T", "H * V")
+        sizes |= {f"H * {d}": sizes["H"] * sizes[d] for d in ("K", "V")}
+    check_array(op, "q", q, tokens, sizes)
+    check_array(op, "k", k, tokens, sizes)
+    check_array(op, "v", v, values, sizes)
+    check_array(op, "gate_logits", gate_logits, tokens, sizes)
     check_array(op, "beta_logits", beta_logits, ("B", "T", "H"), sizes)
     check_array(op, "A_log", A_log, ("H",), sizes, jnp.float32)
     check_array(op, "dt_bias", dt_bias, (sizes["H"] * sizes["K"],), sizes, jnp.float32)
-    check_array(op, "initial_state", initial_state, ("B", "H", "K", "V"), sizes, jnp.float32)
+    check_array(*state)
     if num_valid is not None:
         check_array(op, "num_valid", num_valid, ("B",), sizes, jnp.int32)
     if sizes["T"] < 1:

@@ -1,5 +1,7 @@
 """The convolution token by token: the project's oracle, with no thought for speed."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -7,8 +9,13 @@ from pallas_kernels.dispatch import count_valid, zero_padding
 
 
 def short_conv(
-    x: jax.Array, weight: jax.Array, conv_state: jax.Array, *, num_valid: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
+    x: jax.Array,
+    weight: jax.Array,
+    conv_state: jax.Array,
+    *,
+    num_valid: jax.Array | None = None,
+    splits: int = 1,
+) -> tuple[Any, jax.Array]:
     """See `pallas_kernels.short_conv.api.short_conv`."""
     B, T, _ = x.shape
     valid = jnp.arange(T, dtype=jnp.int32) < count_valid(num_valid, B, T)[:, None]  # [B, T]
@@ -21,4 +28,5 @@ def short_conv(
 
     tokens = (jnp.moveaxis(zero_padding(x, num_valid), 1, 0), valid.T)
     conv_state, y = jax.lax.scan(step, conv_state, tokens)
-    return zero_padding(jnp.moveaxis(y, 0, 1), num_valid).astype(x.dtype), conv_state
+    y = zero_padding(jnp.moveaxis(y, 0, 1), num_valid).astype(x.dtype)
+    return tuple(jnp.split(y, splits, axis=-1)) if splits > 1 else y, conv_state

@@ -58,6 +58,16 @@ def test_padding_may_hold_nan(dtype, backend):
     np.testing.assert_array_equal(new_state[0], state[0])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_splits_are_parts_of_the_channels(backend):
+    x, weight, state = short_conv_inputs(2, 5, 6, 4)
+    y, new_state = run(x, weight, state, backend=backend)
+    parts, same_state = short_conv(x, weight, state, splits=3, backend=backend)
+    assert isinstance(parts, tuple) and [part.shape for part in parts] == [(2, 5, 2)] * 3
+    assert relative_l2(jnp.concatenate(parts, -1), y) < TOLERANCES["short_conv", "float32"]
+    np.testing.assert_array_equal(same_state, new_state)
+
+
 @given(st.lists(st.sampled_from([1, 2, 3, 5]), min_size=1, max_size=8), st.sampled_from(BACKENDS))
 def test_any_cut_gives_the_same(pieces, backend):
     x, weight, state = short_conv_inputs(2, 40, 6, 4)
@@ -116,6 +126,8 @@ def test_gradients_are_those_of_the_reference_with_nan_in_the_padding():
             r"num_valid.shape=\(3,\), expected \[B\] = \(2,\)",
         ),
         ({"num_valid": np.zeros((2,), np.int64)}, "num_valid.dtype=int64, expected int32"),
+        ({"splits": 4}, r"x.shape=\(2, 5, 6\) and splits=4, expected C to be a multiple"),
+        ({"splits": 0}, "splits=0, expected C to be a multiple"),
         ({"backend": "numpy"}, "unknown backend='numpy'"),
     ],
 )
