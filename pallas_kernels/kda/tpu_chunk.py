@@ -484,25 +484,22 @@ class _Step:
             self.store(self.o, chunk, pair, [o[:, :K], o[:, K:]], self.finished[chunk])
 
 
-def _interleave(tasks: list[tuple[int, Iterator]]) -> None:
-    """Runs generators side by side, a stage of each in turn, from their start rounds on.
+def _interleave(tasks: list[Iterator]) -> None:
+    """Runs generators side by side, a stage of each in turn.
 
     What a generator yields, if anything, says whether it may go on.
     """
-    active: list = [[start, stages, None] for start, stages in tasks]
-    turn = 0
+    active: list = [(stages, None) for stages in tasks]
     while active:
         remaining = []
-        for task in active:
-            start, stages, ready = task
-            if turn >= start and (ready is None or ready()):
+        for stages, ready in active:
+            if ready is None or ready():
                 try:
-                    task[2] = next(stages)
+                    ready = next(stages)
                 except StopIteration:
                     continue
-            remaining.append(task)
+            remaining.append((stages, ready))
         active = remaining
-        turn += 1
 
 
 def _after(wait_for: list, stages: Iterator) -> Iterator:
@@ -515,14 +512,14 @@ def _then(stages: Iterator, done: list) -> Iterator:
     done.append(True)
 
 
-def _tasks(this: _Step) -> list[tuple[int, Iterator]]:
-    """The stages of a step, and the rounds in which they start."""
+def _tasks(this: _Step) -> list[Iterator]:
+    """All stages of a step, in the order whose static schedules were the shortest."""
     plan, inverted = this.plan, []
-    tasks = [(0, _then(this.substitute(), inverted))]
-    tasks += [(0, this.carry(pair)) for pair in range(plan.pairs)]
+    tasks = [_then(this.substitute(), inverted)]
+    tasks += [this.carry(pair) for pair in range(plan.pairs)]
     for index in range(plan.items):
-        tasks.append((index, this.prepare(*divmod(index, plan.pairs))))
-        tasks.append((0, _after(inverted, this.solve(index))))
+        tasks.append(this.prepare(*divmod(index, plan.pairs)))
+        tasks.append(_after(inverted, this.solve(index)))
     return tasks
 
 
