@@ -164,6 +164,7 @@ def chunk_kda(
             ],
             scratch_shapes=p.scratch(),
         ),
+        input_output_aliases={8: 1},  # the state, of which a step holds one row's
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_VMEM_LIMIT
         ),

@@ -25,6 +25,7 @@ HEAD_DIM = 128  # lanes of a register
 CHUNK = 64
 BLOCK = 16  # rows around one anchor
 NUM_BLOCKS = CHUNK // BLOCK
+_BLOCK_BITS = BLOCK.bit_length() - 1
 LAG = 2  # steps from the preparation of tokens to their outputs
 _PAIR = 2 * HEAD_DIM
 
@@ -125,6 +126,12 @@ def _iota(shape, axis):
     return lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
+def _paired_lane(lane):
+    """The head and the token of a lane. In shifts: to divide, Pallas asks for the chip at hand."""
+    block = lane >> (_BLOCK_BITS + 1)
+    return lane >> _BLOCK_BITS & 1, (block << _BLOCK_BITS) + (lane & (BLOCK - 1))
+
+
 def _rows(x, row):
     """x [R, N] times row [8, N], whose rows are equal."""
     return (x.reshape(-1, *row.shape) * row).reshape(x.shape)
@@ -184,14 +191,13 @@ class _Step:
         self.now, self.now_of_two, self.last_of_two, self.read_slot, self.solve_slot = slots
         C = CHUNK
         self.row, lane = _iota((C, 2 * C), 0), _iota((C, 2 * C), 1)
-        self.column = lane // (2 * BLOCK) * BLOCK + lane % BLOCK  # the token of a lane
-        self.head = lane // BLOCK % 2
+        self.head, self.column = _paired_lane(lane)
         lane = lane[:BLOCK]
-        self.first_head = lane // BLOCK % 2 == 0
-        self.lane_block = lane // (2 * BLOCK)
+        self.first_head = self.head[:BLOCK] == 0
+        self.lane_block = lane >> (_BLOCK_BITS + 1)
 
         token, source = _iota((C, C), 0), _iota((C, C), 1)
-        same = token // BLOCK == source // BLOCK
+        same = token >> _BLOCK_BITS == source >> _BLOCK_BITS
         sums = [same & (token >= source)]  # up to the token; and for pairs, what follows it
         if plan.shift is None:
             sums.append(same & (token < source))
@@ -283,8 +289,8 @@ class _Step:
                 by_token[...] = pltpu.roll(by_token[...], K - first_head, 0)
             self.betas[chunk][...] = by_token[...].T
             both = [by_token[pl.ds(h, p.pairs, stride=2), :] for h in (0, 1)]
-            lane = _iota((p.pairs, 2 * C), 1)
-            source = lane // BLOCK % 2 * C + lane // (2 * BLOCK) * BLOCK + lane % BLOCK
+            head, token = _paired_lane(_iota((p.pairs, 2 * C), 1))
+            source = head * C + token
             pairs = pl.ds(chunk * p.pairs, p.pairs)
             self.paired_betas[self.now_of_two, pairs, :] = jnp.take_along_axis(
                 _cat(both, 1), source, axis=1
@@ -397,9 +403,9 @@ class _Step:
         inverse = []
         for i in range(BLOCK):
             lower = self.diagonals[self.last_of_two, pl.ds(i, n, stride=BLOCK), :]
-            row = jnp.where(lane % BLOCK == i, 1.0, 0.0)
+            row = jnp.where(lane & (BLOCK - 1) == i, 1.0, 0.0)
             for j in range(i):
-                row -= jnp.take_along_axis(lower, lane // BLOCK * BLOCK + j, axis=1) * inverse[j]
+                row -= jnp.take_along_axis(lower, (lane & -BLOCK) + j, axis=1) * inverse[j]
             inverse.append(row)
             self.inverses[pl.ds(i, n, stride=BLOCK), :] = row
             if i % 4 == 3:

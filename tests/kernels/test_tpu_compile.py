@@ -3,6 +3,7 @@
 Interpret mode knows nothing of tilings, layouts or the size of VMEM.
 """
 
+import functools
 import importlib.util
 
 import jax
@@ -13,7 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import fp8_matmul, grouped_matmul
+from pallas_kernels import chunk_kda, fp8_matmul, grouped_matmul
 from pallas_kernels.dispatch import compile_for, platform
 
 
@@ -86,6 +87,29 @@ def test_fp8_matmul(mesh):
         scale=((F // 128, D // 128), jnp.float32),
     )
     assert kernels == 1 and extra < 2**20
+
+
+@pytest.mark.parametrize(("B", "T", "H", "apart"), [(1, 8192, 16, True), (4, 200, 4, False)])
+def test_chunk_kda(mesh, B, T, H, apart):
+    """Neither form of the inputs is copied; the state is, since it is not donated."""
+    K = 128
+    one = Mesh(mesh.devices[:1, :1], mesh.axis_names)
+    tokens = ((B, T, H, K) if apart else (B, T, H * K), jnp.bfloat16)
+    kernels, extra = compiled(
+        one,
+        functools.partial(chunk_kda, lower_bound=-5.0),
+        q=tokens,
+        k=tokens,
+        v=tokens,
+        gate_logits=tokens,
+        beta_logits=((B, T, H), jnp.float32),
+        A_log=((H,), jnp.float32),
+        dt_bias=((H * K,), jnp.float32),
+        initial_state=((B, H, K, K), jnp.float32),
+        num_valid=((B,), jnp.int32),
+    )
+    assert kernels == 1
+    assert extra <= 0.02 * 4 * 2 * B * T * H * K + 4 * B * H * K * K
 
 
 def test_a_function_is_traced_again_for_another_platform():
