@@ -237,12 +237,30 @@ def test_backward_keeps_one_state_per_chunk():
     assert states < kept < 1.1 * (inputs + states)
 
 
+@pytest.mark.parametrize(("op", "backend"), PAIRS)
+def test_heads_may_come_side_by_side(op, backend):
+    arguments, lower_bound = kda_inputs(B, 5, H, K, V)
+    o, state = run(arguments, lower_bound=lower_bound, op=op, backend=backend)
+    arguments[:4] = [x.reshape(B, 5, -1) for x in arguments[:4]]
+    side_by_side, same_state = run(arguments, lower_bound=lower_bound, op=op, backend=backend)
+    assert np.array_equal(side_by_side, np.reshape(o, (B, 5, H * V)))
+    assert np.array_equal(state, same_state)
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"q": np.zeros((2, 0, 2, 32), np.float32)}, r"k.shape=.*expected \[B, T, H, K\] = \(2, 0"),
-        ({"q": np.zeros((2, 5, 32), np.float32)}, r"q.shape=\(2, 5, 32\) has rank 3, expected"),
+        (
+            {"q": np.zeros((2, 5, 32), np.float32)},
+            r"q.shape=.*\[B, T, H \* K\] = \(2, 5, 64",
+        ),
+        (
+            {"q": np.zeros((2, 5, 64), np.float32)},
+            r"k.shape=.*has rank 4, .*\[B, T, H \* K\]",
+        ),
+        ({"q": np.zeros((2, 5), np.float32)}, r"q.shape=\(2, 5\) has rank 2, expected"),
         ({"q": np.zeros((2, 5, 2, 32), np.int32)}, "q.dtype=int32, expected a floating dtype"),
         ({"v": np.zeros((2, 5, 3, 16), np.float32)}, r"v.shape=\(2, 5, 3, 16\), expected"),
         (
@@ -279,8 +297,18 @@ def test_no_tokens_is_an_error(op):
         OPS[op](*arguments, lower_bound=lower_bound)
 
 
-def test_a_kernel_that_cannot_run_is_refused_and_never_replaced():
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [
+        ("pallas_mosaic_tpu", "K=32 and V=16"),
+        (
+            "pallas_mosaic_gpu",
+            "has no backend pallas_mosaic_gpu; it has reference, xla",
+        ),
+    ],
+)
+@pytest.mark.parametrize("op", OPS)
+def test_a_kernel_that_cannot_run_is_refused_and_never_replaced(op, backend, reason):
     arguments, lower_bound = kda_inputs(2, 5, 2, 32, 16)
-    message = "recurrent_kda has no backend pallas_mosaic_tpu; it has reference, xla"
-    with pytest.raises(NotImplementedError, match=message):
-        recurrent_kda(*arguments, lower_bound=lower_bound, backend="pallas_mosaic_tpu")
+    with pytest.raises(NotImplementedError, match=reason):
+        OPS[op](*arguments, lower_bound=lower_bound, backend=backend)
