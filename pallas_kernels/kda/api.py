@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import check_array, dispatch
+from pallas_kernels.gradients import with_gradients_of
 from pallas_kernels.kda import (
     pallas_mosaic_tpu,
     pallas_mosaic_tpu_recurrent,
     reference,
     xla,
 )
-from pallas_kernels.kda.gradients import with_gradients_of
 
 
 def _heads_apart(backend: Callable) -> Callable:

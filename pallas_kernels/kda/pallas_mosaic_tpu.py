@@ -48,7 +48,7 @@ def plan(
         raise NotImplementedError(f"inputs in {jnp.dtype(dtype).name}, only bfloat16 and float32")
     if H % 2 or H > 128:
         raise NotImplementedError(f"{H=}, only even numbers up to 128")
-    heads = next((n for n in (8, 16) if H % n == 0), H)
+    heads = 8 if H % 8 == 0 else H
     if heads > _MOST_HEADS:
         raise NotImplementedError(f"{H=}, only multiples of 8 above {_MOST_HEADS}")
     # Two at least, since beta's logits come with tokens along lanes.

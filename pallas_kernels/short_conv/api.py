@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import check_array, dispatch
+from pallas_kernels.gradients import with_gradients_of
 from pallas_kernels.short_conv import pallas_mosaic_tpu, reference, xla
 
 BACKENDS = {
     "reference": reference.short_conv,
     "xla": xla.short_conv,
-    "pallas_mosaic_tpu": pallas_mosaic_tpu.short_conv,
+    "pallas_mosaic_tpu": with_gradients_of(xla.short_conv, pallas_mosaic_tpu.short_conv),
 }
 
 

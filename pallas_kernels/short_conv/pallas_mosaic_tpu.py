@@ -14,7 +14,6 @@ Batch along the sublanes: every token and every row of the state is an array [B,
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +23,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.dispatch import count_valid, platform
-from pallas_kernels.short_conv import xla
 
 LANES = 128
 _VMEM_LIMIT = 56 * 2**20  # of the 64 MiB that the smallest of the supported chips has
@@ -286,8 +284,10 @@ def launch(
     *,
     interpret=None,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """The kernel, without gradients: arguments and results as in `api.short_conv`, but always a
-    tuple of outputs. interpret: as in `pl.pallas_call`; None: unless the program is for TPUs."""
+    """Arguments and results as in `api.short_conv`, but always a tuple of outputs.
+
+    interpret: as in `pl.pallas_call`; None: unless the program is for TPUs.
+    """
     (B, T, C), W = x.shape, weight.shape[1]
     p = plan(B, T, C, W, x.dtype, splits)
     if interpret is None:
@@ -375,26 +375,6 @@ def launch(
     return tuple(y), conv_state.swapaxes(0, 1) if p.swapped else conv_state
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(splits, x, weight, conv_state, num_valid):
-    return launch(x, weight, conv_state, num_valid, splits)
-
-
-def _forward(splits, *arguments):
-    return _differentiable(splits, *arguments), arguments
-
-
-def _backward(splits, saved, gradients):
-    *arrays, num_valid = saved
-    y_gradients, state_gradient = gradients
-    run: Callable = functools.partial(xla.short_conv, num_valid=num_valid)
-    backward: Callable = jax.vjp(run, *arrays)[1]
-    return *backward((jnp.concatenate(y_gradients, axis=-1), state_gradient)), None
-
-
-_differentiable.defvjp(_forward, _backward)
-
-
 def short_conv(
     x: jax.Array,
     weight: jax.Array,
@@ -403,7 +383,6 @@ def short_conv(
     num_valid: jax.Array | None = None,
     splits: int = 1,
 ) -> tuple[Any, jax.Array]:
-    """See `pallas_kernels.short_conv.api.short_conv`; gradients are those of `xla`."""
-    results: Any = _differentiable(splits, x, weight, conv_state, num_valid)
-    y, conv_state = results
+    """See `pallas_kernels.short_conv.api.short_conv`."""
+    y, conv_state = launch(x, weight, conv_state, num_valid, splits)
     return y if splits > 1 else y[0], conv_state

@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import chunk_kda, recurrent_kda
+from pallas_kernels.gradients import with_gradients_of
 from pallas_kernels.kda import pallas_mosaic_tpu, tpu_chunk
-from pallas_kernels.kda.gradients import with_gradients_of
 from tests.cases import KDA_REGIMES, TOLERANCES, kda_inputs, relative_l2
 from tests.oracles import kda_float64
 

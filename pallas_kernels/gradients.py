@@ -9,7 +9,7 @@ import jax
 def with_gradients_of(backend: Callable, kernel: Callable) -> Callable:
     """`kernel`, whose gradients are `backend`'s, computed from the same inputs.
 
-    Both take the arrays of `chunk_kda`, in order, and its options by name.
+    Both take the same arrays, in order, and `num_valid` and the same options by name.
     """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
